@@ -1,0 +1,5 @@
+"""Reward functions and their combination."""
+
+from .base import Reward, RewardError, RewardSet, RewardTerm
+
+__all__ = ["Reward", "RewardError", "RewardSet", "RewardTerm"]
