@@ -79,5 +79,9 @@ class Policy(ABC):
         """Latents per model call in rollouts; 0 asks for the largest that fits."""
         return requested or 8
 
+    def memory_estimate(self, micro_batch: int) -> dict[str, int]:
+        """Bytes that each phase needs on the accelerator, by phase name; empty when unknown."""
+        return {}
+
     def check_interrupted(self) -> None:
         """Raise the host's own exception if the user asked to stop; called before every model call."""

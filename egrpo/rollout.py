@@ -33,6 +33,9 @@ class Group:
     """Log-density of x_next under the rollout's parameters, [G]."""
     finals: Tensor
     """Final latents, [L, G, C, h, w]: one row per granularity of the plan."""
+    old_log_prob: Tensor | None = None
+    """What the importance ratio divides by, [G]; set at the group's first update."""
+    old_mean: Tensor | None = None
 
 
 @dataclass

@@ -90,8 +90,8 @@ def step_entropy(
 
 
 def merge_length(entropy: Callable[[int, int], float], index: int, last: int, tau: float) -> int | None:
-    """Smallest merge l with entropy(index, l) >= tau, or None when even the merge to the end stays below it."""
-    return next((l for l in range(1, last - index + 1) if entropy(index, l) >= tau), None)
+    """Smallest merge with entropy(index, merge) >= tau, or None when even the merge to the end stays below it."""
+    return next((merge for merge in range(1, last - index + 1) if entropy(index, merge) >= tau), None)
 
 
 @dataclass(frozen=True)
@@ -413,9 +413,9 @@ def tau_for_groups(
     last = len(values) - 1
     thresholds = sorted(
         {
-            step_entropy(values, i, l, eta, entropy_unit, kernel)
+            step_entropy(values, i, merge, eta, entropy_unit, kernel)
             for i in active_indices(active, last)
-            for l in range(1, last - i + 1)
+            for merge in range(1, last - i + 1)
         }
     )
     best: tuple[int, float] | None = None
