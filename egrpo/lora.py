@@ -25,7 +25,9 @@ class LoraError(ValueError):
 class LoraLinear(nn.Module):
     """y + (alpha / rank) up(down(x)); float32 parameters and arithmetic whatever the base computes in."""
 
-    def __init__(self, in_features: int, out_features: int, rank: int, alpha: float, generator: torch.Generator) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, rank: int, alpha: float, generator: torch.Generator
+    ) -> None:
         super().__init__()
         bound = 1.0 / math.sqrt(in_features)
         self.down = nn.Parameter(torch.empty(rank, in_features).uniform_(-bound, bound, generator=generator))
@@ -194,7 +196,9 @@ def to_comfy(matrices: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]
     return state
 
 
-def from_state_dict(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[Tensor, Tensor]]:
+def from_state_dict(
+    state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, int]]
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Fused adapters from a LoRA file in diffusers-PEFT, generic or ComfyUI naming.
 
     Split q, k, v adapters with different down matrices are stacked: the fused rank is their sum.

@@ -34,7 +34,12 @@ def kl_to_base(mean: Tensor, base_mean: Tensor, std: Tensor | float) -> Tensor:
 
 
 def log_ratio(
-    x_next: Tensor, mean: Tensor, std: Tensor | float, old_log_prob: Tensor, old_mean: Tensor | None, kind: str = PLAIN_RATIO
+    x_next: Tensor,
+    mean: Tensor,
+    std: Tensor | float,
+    old_log_prob: Tensor,
+    old_mean: Tensor | None,
+    kind: str = PLAIN_RATIO,
 ) -> Tensor:
     """log(new / old) for the next states ``x_next`` [G, ...] under ``mean`` [1 or G, ...].
 

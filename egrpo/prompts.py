@@ -121,7 +121,9 @@ def _prompt_of(item: object, where: str) -> str:
         for name in PROMPT_FIELDS:
             if isinstance(item.get(name), str):
                 return item[name]
-        raise PromptError(f"{where} has no {' / '.join(PROMPT_FIELDS)} field, only {', '.join(map(str, item)) or 'nothing'}")
+        raise PromptError(
+            f"{where} has no {' / '.join(PROMPT_FIELDS)} field, only {', '.join(map(str, item)) or 'nothing'}"
+        )
     raise PromptError(f"{where} is {type(item).__name__}, not a prompt")
 
 

@@ -149,14 +149,15 @@ class Plan:
     def all_entropies(self) -> list[float]:
         """Entropy of every single step of the schedule, in this plan's unit; active or not."""
         return [
-            step_entropy(self.sigmas, i, 1, self.eta, self.entropy_unit, self.kernel)
-            for i in range(self.total_steps)
+            step_entropy(self.sigmas, i, 1, self.eta, self.entropy_unit, self.kernel) for i in range(self.total_steps)
         ]
 
     def table(self, group_size: int | None = None) -> str:
         """The plan as aligned text: one line per active step, then notes and the cost."""
         unit = "e^(h/d)" if self.entropy_unit == "exp" else "log2"
-        lines = [f"{'step':>4} {'sigma':>7} {'merge':>5} {'sigma_next':>10} {unit:>8} {'contraction':>11} {'noise ratio':>11}"]
+        lines = [
+            f"{'step':>4} {'sigma':>7} {'merge':>5} {'sigma_next':>10} {unit:>8} {'contraction':>11} {'noise ratio':>11}"
+        ]
         lines += [
             f"{s.index:>4} {s.sigma:>7.4f} {s.merge:>5} {s.sigma_next:>10.4f} {s.entropy:>8.3f} "
             f"{s.contraction:>11.3f} {s.noise_ratio:>11.3f}"
@@ -308,7 +309,9 @@ def plan_steps(
                 notes.append(f"step {index} left out: even merged to the end its entropy stays below tau {tau:g}")
                 continue
             length = last - index
-            notes.append(f"step {index} merged to the end: its entropy {entropy(index, length):.3f} is below tau {tau:g}")
+            notes.append(
+                f"step {index} merged to the end: its entropy {entropy(index, length):.3f} is below tau {tau:g}"
+            )
         if length < 1 or index + length > last:
             raise PlanError(
                 f"step {index} merged over {length} passes the end of a schedule of {last} steps: "

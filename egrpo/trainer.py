@@ -638,14 +638,15 @@ class _UpdateLog:
         self.approx_kl.append(surrogate.approx_kl)
 
     def metrics(self) -> dict[str, float]:
-        return {
-            "loss": _mean(self.loss),
+        """Means over the updates; what was not measured is left out, never written as zero."""
+        means = {
+            name: _mean(values)
+            for name in ("loss", "clip_fraction", "approx_kl", "kl", "grad_norm")
+            if (values := getattr(self, name))
+        }
+        return means | {
             "ratio_error": self.ratio_error,
             "rollout_ratio_error": self.rollout_ratio_error,
-            "clip_fraction": _mean(self.clip_fraction),
-            "approx_kl": _mean(self.approx_kl),
-            "kl": _mean(self.kl),
-            "grad_norm": _mean(self.grad_norm),
             "used_groups": float(len(self.loss)),
             "skipped_groups": float(self.skipped_groups),
             "skipped_steps": float(self.skipped_steps),
@@ -658,4 +659,4 @@ def _onto(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    return sum(values) / len(values)

@@ -215,7 +215,9 @@ class _WorkSampler(comfy.samplers.Sampler):
         self._work = work
         self.result: Any = None
 
-    def sample(self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, disable_pbar=False):
+    def sample(
+        self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, disable_pbar=False
+    ):
         self.result = self._work(model_wrap, extra_args)
         return torch.zeros_like(noise)
 

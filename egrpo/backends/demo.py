@@ -204,7 +204,9 @@ def _make_vae() -> tuple[dict[str, Tensor], dict]:
     from diffusers import AutoencoderTiny
 
     with torch.device("meta"):
-        shapes = {key: value.shape for key, value in AutoencoderTiny(latent_channels=LATENT_CHANNELS).state_dict().items()}
+        shapes = {
+            key: value.shape for key, value in AutoencoderTiny(latent_channels=LATENT_CHANNELS).state_dict().items()
+        }
     tensors = {key: torch.zeros(shape) for key, shape in shapes.items()}
 
     pairs = 6
