@@ -13,7 +13,7 @@ import torch
 from comfy import sd1_clip
 from comfy_api.latest import io
 
-from ..egrpo.backends.demo import WordTokenizer, demo_files, demo_paths, read_description
+from ..egrpo.backends.demo import WordTokenizer, demo_files, demo_paths, read_description, skip_empty_blocks
 
 
 def register_demo_folder() -> None:
@@ -149,4 +149,6 @@ class EGRPODemoModels(io.ComfyNode):
         model = comfy.sd.load_diffusion_model(str(files.flux), model_options={"dtype": torch.float32})
         vae = comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(files.vae), safe_load=True))
         vae.throw_exception_if_invalid()
+        skip_empty_blocks(vae.first_stage_model.taesd_encoder)
+        skip_empty_blocks(vae.first_stage_model.taesd_decoder)
         return io.NodeOutput(model, load_clip(str(files.text_encoder)), vae)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import tests  # noqa: F401  claims the name for this folder before ComfyUI, which has a tests package, is on sys.path
 from tools.comfyui import ComfyServer, find_comfyui
 
 TESTS = Path(__file__).resolve().parent
@@ -43,7 +44,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not not_run:
         return
     terminalreporter.section("WARNING: ComfyUI was not found", sep="!", yellow=True, bold=True)
-    terminalreporter.line(f"WARNING: {sum(not_run.values())} tests that need ComfyUI were NOT RUN:", yellow=True)
+    terminalreporter.line(
+        f"WARNING: {sum(not_run.values())} test functions that need ComfyUI were NOT RUN:", yellow=True
+    )
     for path, count in sorted(not_run.items()):
         terminalreporter.line(f"WARNING:   {count:3d} in {path.relative_to(TESTS)}", yellow=True)
     terminalreporter.line(

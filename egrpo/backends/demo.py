@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderTiny, FluxTransformer2DModel
@@ -58,6 +58,16 @@ WORDS = (
     "a an and on background small large tiny big the of with left right above below next to two red green blue yellow "
     "purple orange white black gray pink circle square triangle star ring shape image picture one side by in at top bottom"
 ).split()
+
+_PLACES = ("on a white background", "on a black background", "on a gray background", "on a green background")
+DEMO_PROMPTS = tuple(
+    f"a {size} {colour} {shape} {_PLACES[(i + j) % len(_PLACES)]}"
+    for i, (size, shape) in enumerate(
+        [("large", "circle"), ("small", "square"), ("large", "star"), ("small", "triangle"), ("large", "ring")]
+    )
+    for j, colour in enumerate(("red", "yellow", "blue", "orange", "purple", "pink"))
+)
+"""Thirty prompts in the family's vocabulary; those held out from the end show a shape that training does not."""
 
 # What ComfyUI's FLUX latent format undoes, so that its model space is this VAE's own latent space.
 VAE_SCALE, VAE_SHIFT = 0.3611, 0.1159
@@ -266,7 +276,19 @@ def load_vae(path: Path) -> AutoencoderTiny:
     vae = AutoencoderTiny(**read_description(path)["config"], scaling_factor=1.0, shift_factor=0.0)
     stored = load_file(path)
     vae.load_state_dict({key: stored[_comfy_vae_key(key)].to(torch.float32) for key in vae.state_dict()})
+    skip_empty_blocks(vae.encoder.layers)
+    skip_empty_blocks(vae.decoder.layers)
     return vae.eval().requires_grad_(False)
+
+
+def skip_empty_blocks(layers: nn.Sequential) -> None:
+    """Put a ReLU in place of every TAESD block whose convolutions are zero, which is what such a block computes.
+
+    Works on diffusers' and ComfyUI's layers alike; most of the demo VAE's time would otherwise go into zeros.
+    """
+    for index, layer in enumerate(layers):
+        if hasattr(layer, "fuse") and isinstance(layer.skip, nn.Identity) and not any(p.any() for p in layer.parameters()):
+            layers[index] = nn.ReLU()
 
 
 # --- text encoder ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import re
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +157,7 @@ class DiffusersFluxPolicy(Policy):
     @classmethod
     def from_demo(
         cls,
-        size: int = 64,
+        size: int | tuple[int, int] = 64,
         rank: int = 4,
         alpha: float = 4,
         targets: str = DEFAULT_TARGETS,
@@ -168,9 +168,13 @@ class DiffusersFluxPolicy(Policy):
         device: torch.device | str | None = None,
         checkpoint_blocks: bool = False,
     ) -> DiffusersFluxPolicy:
-        """The demo family (:mod:`egrpo.backends.demo`) at ``size`` x ``size`` pixels; its files are made if absent."""
+        """The demo family (:mod:`egrpo.backends.demo`) at ``size`` pixels (square, or width and height).
+
+        Its files are made if absent. Raises as the class does, before weights are read.
+        """
+        width, height = (size, size) if isinstance(size, int) else size
         check_rank(rank, alpha)
-        check_size(size, size)
+        check_size(width, height)
         files = demo.demo_files(folder)
         _check_targets(demo.read_description(files.flux)["config"], targets)
         device = _device(device)
@@ -180,8 +184,8 @@ class DiffusersFluxPolicy(Policy):
             demo.load_transformer(files.flux),
             lambda prompt: FluxCondition(*demo.encode_text(encoder, prompt)),
             lambda latents: vae.decode(latents).sample,
-            width=size,
-            height=size,
+            width=width,
+            height=height,
             rank=rank,
             alpha=alpha,
             targets=targets,
@@ -343,6 +347,39 @@ class DiffusersFluxPolicy(Policy):
             key = name.removeprefix("base_model.model.").replace(f".{ADAPTER}.", ".")
             state[f"transformer.{key}"] = value * self._scale if ".lora_B." in key else value
         return state
+
+    @torch.no_grad()
+    def load_lora(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a LoRA in the format of :meth:`export_lora`; see :func:`lora_options` for what fits it.
+
+        Raises:
+            ValueError: it has other modules or another rank.
+        """
+        restored = {}
+        for name in self._lora:
+            key = "transformer." + name.removeprefix("base_model.model.").replace(f".{ADAPTER}.", ".")
+            if key in state:
+                restored[name] = state[key].float() / (self._scale if ".lora_B." in key else 1.0)
+        if len(restored) != len(state):
+            raise ValueError("the LoRA does not fit: it was made for other modules or another model")
+        self.load_state_dict(restored)
+
+
+def lora_options(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Options (rank, alpha, targets) of a policy that can :meth:`~DiffusersFluxPolicy.load_lora` this state.
+
+    Raises:
+        ValueError: not a LoRA in diffusers-PEFT naming, or modules of different ranks.
+    """
+    downs = {key: value for key, value in state.items() if key.endswith(".lora_A.weight")}
+    ranks = {value.shape[0] for value in downs.values()}
+    if not downs or len(state) != 2 * len(downs) or not all(key.startswith("transformer.") for key in state):
+        raise ValueError("not a LoRA in diffusers-PEFT naming (transformer.….lora_A.weight and lora_B.weight)")
+    if len(ranks) != 1:
+        raise ValueError(f"the LoRA has modules of ranks {sorted(ranks)}; only one rank for all is supported here")
+    modules = (key.removeprefix("transformer.").removesuffix(".lora_A.weight") for key in downs)
+    rank = ranks.pop()
+    return {"rank": rank, "alpha": float(rank), "targets": "^(" + "|".join(map(re.escape, sorted(modules))) + ")$"}
 
 
 def _device(device: torch.device | str | None) -> torch.device:
