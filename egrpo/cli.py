@@ -12,12 +12,13 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Callable, NoReturn, Sequence
+from typing import TYPE_CHECKING, Any, Callable, NoReturn, Sequence
 
 import torch
 from torch import Tensor
 
-from .lora import TARGET_CHOICES
+from .evaluation import Evaluation, evaluate_policy, evaluation_rows, evaluation_table
+from .lora import TARGET_CHOICES, check_rank
 from .objective import RATIOS
 from .policy import Policy
 from .prompts import PromptSet, make_prompt_set, read_prompt_file
@@ -36,7 +37,10 @@ from .run import (
 )
 from .schedule import ACTIVE_CHOICES, GROUPINGS, Plan, flow_sigmas, parse_merges, plan_steps
 from .sde import KERNELS
-from .trainer import Evaluation, Started, Step, Trainer, TrainSettings, Warned
+from .trainer import Started, Step, Trainer, TrainSettings, Warned
+
+if TYPE_CHECKING:
+    from .backends.diffusers_flux import DiffusersFluxPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -334,6 +338,8 @@ def _plan(options: dict) -> Plan:
 def _prompts(options: dict) -> PromptSet:
     if "prompts" in options:
         path = Path(options["prompts"])
+        if not path.is_file():
+            raise InputError(f"prompt file {path} does not exist")
         return make_prompt_set(read_prompt_file(path), held_out=options["held_out"], source=path.name)
     if not options.get("demo"):
         raise InputError("--model needs prompts: give --prompts FILE (.txt with one prompt a line, .jsonl, .json, .csv)")
@@ -349,7 +355,7 @@ def _rewards(options: dict) -> RewardSet:
         try:
             terms.append(RewardTerm(_reward(kind, options), float(weight or 1.0)))
         except ValueError as error:
-            raise InputError(f"--reward {text}: {error}") from None
+            raise InputError(f"--reward {text}: {error}; write KIND or KIND=WEIGHT") from None
     return RewardSet(tuple(terms))
 
 
@@ -369,15 +375,19 @@ def _size(options: dict) -> tuple[int, int]:
 
 
 def _check_model(options: dict) -> None:
-    """Raise InputError unless one model is named; cheap, so that it comes before everything else."""
+    """Raise ValueError for a model, size or LoRA that cannot be used; reads no weights."""
+    from .backends.demo import FLUX_CONFIG
+    from .backends.diffusers_flux import check_targets, transformer_config
+
     if not options.get("demo") and not options.get("model"):
         raise InputError("which model? give --demo, or --model FOLDER with FLUX.1 in diffusers' layout")
-    if options.get("model") and not (Path(options["model"]) / "model_index.json").is_file():
-        raise InputError(f"{options['model']} is not a diffusers model folder: it has no model_index.json")
     _size(options)
+    check_rank(options["rank"], options.get("alpha", 1.0))
+    config = FLUX_CONFIG if options.get("demo") else transformer_config(Path(options["model"]))
+    check_targets(config, options["targets"])
 
 
-def _policy(options: dict) -> Policy:
+def _policy(options: dict) -> DiffusersFluxPolicy:
     from .backends.diffusers_flux import DiffusersFluxPolicy
 
     width, height = _size(options)
@@ -467,7 +477,7 @@ def _drive(trainer: Trainer, run: Run, options: dict) -> int:
     try:
         outcome = execute(trainer, run, lora_metadata(trainer, {"lora": lora}), _Narrator())
         # A continued run has not seen its own start; the base model has not moved since.
-        before = outcome.before if first == 0 else trainer.evaluate(base=True)
+        before = outcome.before if first == 0 else _base_evaluation(trainer)
     except KeyboardInterrupt:
         print(stopped(), file=sys.stderr)
         raise
@@ -485,6 +495,13 @@ def _drive(trainer: Trainer, run: Run, options: dict) -> int:
     print(f"LoRA: {run.folder / 'lora.safetensors'}")
     print(f"pictures: {run.folder / 'images'} (curves.png, before_after.png)")
     return 0
+
+
+def _base_evaluation(trainer: Trainer) -> Evaluation:
+    conditions = trainer.policy.encode(trainer.prompts.held_out)
+    return _evaluated(
+        trainer.policy, conditions, trainer.rewards, trainer.prompts, trainer.plan, trainer.settings, base=True
+    )
 
 
 class _Narrator:
@@ -522,8 +539,8 @@ def evaluate(given: dict) -> int:
     """``egrpo eval``"""
     from safetensors.torch import load_file
 
-    from .backends.diffusers_flux import DiffusersFluxPolicy, lora_options
-    from .plots import plot_comparison
+    from .backends.diffusers_flux import lora_options
+    from .plots import image_grid, plot_comparison
 
     explicit, path = _plain_options(given), given["lora"]
     prompts: PromptSet | None = None
@@ -551,32 +568,38 @@ def evaluate(given: dict) -> int:
     except Exception as error:
         raise InputError(f"{path.name} cannot be read as a LoRA: {error}") from None
     policy = _policy(options | fitting)
-    assert isinstance(policy, DiffusersFluxPolicy)
     policy.load_lora(state)
-    trainer = Trainer(policy, rewards, prompts, plan, settings)
-    trainer.micro_batch = policy.micro_batch(settings.micro_batch)
-    before, after = trainer.evaluate(base=True), trainer.evaluate()
+    conditions = policy.encode(prompts.held_out)
+    before, after = (
+        _evaluated(policy, conditions, rewards, prompts, plan, settings, base=base) for base in (True, False)
+    )
 
-    lines = [f"{'reward':<24} {'base':>9} {'LoRA':>9} {'change':>9} {'+-':>8} {'better':>7}"]
-    for name in after.scores:
-        base, ours = before.scores[name], after.scores[name]
-        change = ours - base
-        error = change.std().item() / len(change) ** 0.5 if len(change) > 1 else float("nan")
-        lines.append(
-            f"{name:<24} {base.mean():>9.4f} {ours.mean():>9.4f} {change.mean():>+9.4f} {error:>8.4f} "
-            f"{(change > 0).float().mean():>7.0%}"
-        )
-    lines.append(f"{len(after.images)} images of {len(after.prompts)} prompts; +- is the standard error of the change")
     output = Path(options["output"])
     output.mkdir(parents=True, exist_ok=True)
-    table = "\n".join(lines)
+    table = evaluation_table(before, after)
     print(table)
     (output / "eval.txt").write_text(table + "\n", encoding="utf-8")
-    comparison_grid(before, after).save(output / "eval_images.png")
-    scores = [{name: values.tolist() for name, values in side.scores.items()} for side in (before, after)]
-    plot_comparison(list(after.scores), *scores).save(output / "eval_scores.png")
+    image_grid(*evaluation_rows([("base", before), ("LoRA", after)])).save(output / "eval_images.png")
+    plot_comparison(list(after.scores), before.per_prompt(), after.per_prompt()).save(output / "eval_scores.png")
     print(f"written to {output}: eval.txt, eval_images.png, eval_scores.png")
     return 0
+
+
+def _evaluated(
+    policy: Policy, conditions: list, rewards: RewardSet, prompts: PromptSet, plan: Plan, settings: TrainSettings, base: bool
+) -> Evaluation:
+    """The held-out prompts as the trainer evaluates them."""
+    return evaluate_policy(
+        policy,
+        rewards,
+        prompts.held_out,
+        conditions,
+        plan,
+        samples=settings.eval_samples,
+        seed=settings.seed,
+        micro_batch=policy.micro_batch(settings.micro_batch),
+        base=base,
+    )
 
 
 def score(given: dict) -> int:

@@ -19,10 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from .evaluation import Evaluation, evaluation_rows
 from .schedule import Plan
 from .trainer import (
     Checkpoint,
-    Evaluation,
     Event,
     Finished,
     Rollouts,
@@ -335,29 +335,16 @@ def evaluation_grid(event: Evaluation):
     """PIL image of the held-out prompts, one row each."""
     from .plots import image_grid
 
-    name = next(iter(event.scores))
-    count = len(event.images) // len(event.prompts)
-    rows = [list(event.images[i * count : (i + 1) * count]) for i in range(len(event.prompts))]
-    cells = [[f"{s:.3f}" for s in event.scores[name][i * count : (i + 1) * count].tolist()] for i in range(len(rows))]
     title = f"held-out prompts after {event.iteration} iterations: mean reward {event.reward:.4f}"
-    return image_grid(rows, event.prompts, cells, title=title)
+    return image_grid(*evaluation_rows([("", event)]), title=title)
 
 
 def comparison_grid(before: Evaluation, after: Evaluation):
     """PIL image: each held-out prompt before and after training from the same noise, with scores."""
     from .plots import image_grid
 
-    name = next(iter(after.scores))
-    count = len(after.images) // len(after.prompts)
-    rows, labels, cells = [], [], []
-    for i, prompt in enumerate(after.prompts):
-        here = slice(i * count, (i + 1) * count)
-        for what, evaluation in (("before", before), ("after", after)):
-            rows.append(list(evaluation.images[here]))
-            labels.append(f"{what}: {prompt}")
-            cells.append([f"{score:.3f}" for score in evaluation.scores[name][here].tolist()])
     title = f"mean reward {before.reward:.4f} before, {after.reward:.4f} after {after.iteration} iterations"
-    return image_grid(rows, labels, cells, title=title)
+    return image_grid(*evaluation_rows([("before", before), ("after", after)]), title=title)
 
 
 def report(outcome: Outcome, run: Run) -> str:

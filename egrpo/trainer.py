@@ -7,7 +7,6 @@ prompt), so a run that continues from iteration k draws what the uninterrupted r
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from contextlib import contextmanager
@@ -19,11 +18,13 @@ import torch
 from torch import Tensor
 
 from .advantage import combined_advantages, weighted_reward
+from .evaluation import Evaluation, evaluate_policy
 from .objective import PLAIN_RATIO, RATIOS, clipped_surrogate, kl_to_base, log_ratio
 from .policy import Condition, Policy, Velocity
 from .prompts import PromptSet, checked_prompts
 from .rewards.base import RewardSet
-from .rollout import Group, Rollout, sample_anchor, sample_rollout
+from .rollout import Group, Rollout, sample_rollout
+from .sampling import derived_generator, initial_noise, watched
 from .schedule import Plan
 from .sde import log_prob, transition
 
@@ -147,20 +148,6 @@ class Step:
 
 
 @dataclass
-class Evaluation:
-    """Held-out prompts, fixed noise, ODE only. ``iteration`` updates have been made."""
-
-    iteration: int
-    prompts: list[str]
-    images: Tensor
-    """[P * eval_samples, H, W, 3], samples of one prompt together."""
-    scores: dict[str, Tensor]
-    """Per reward [P * eval_samples]."""
-    reward: float
-    """Mean weighted reward."""
-
-
-@dataclass
 class Checkpoint:
     """A consistent state at an iteration boundary, worth saving."""
 
@@ -205,12 +192,6 @@ class TrainState:
 
 
 # --- the loop --------------------------------------------------------------------------------------------------------
-
-
-def derived_generator(*parts: object) -> torch.Generator:
-    """CPU generator seeded by a hash of ``parts``: independent streams without any stored state."""
-    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 class Trainer:
@@ -407,11 +388,11 @@ class Trainer:
         batch = []
         for position, (prompt, condition) in enumerate(zip(prompts, self._condition_of(prompts))):
             generator = derived_generator(s.seed, "rollout", self.iteration, position)
-            noise = self._initial_noise(generator)
+            noise = initial_noise(self.policy, self.plan, generator)
 
             def work(velocity, noise=noise, generator=generator) -> Rollout:
                 return sample_rollout(
-                    self._watched(velocity),
+                    watched(self.policy, velocity),
                     self.plan,
                     noise.to(self.policy.device),
                     s.group_size,
@@ -526,40 +507,26 @@ class Trainer:
             log.skipped_steps += 1
         self.optimizer.zero_grad(set_to_none=True)
 
-    def evaluate(self, base: bool = False) -> Evaluation:
-        """Sample the held-out prompts by ODE from fixed noise and score them; ``base`` leaves the LoRA off."""
+    def evaluate(self) -> Evaluation:
+        """Sample the held-out prompts by ODE from fixed noise and score them, with the EMA where there is one."""
         s, prompts = self.settings, list(self.prompts.held_out)
         total = len(prompts) * s.eval_samples * self.plan.total_steps
         self._evaluated = 0
-        latents = []
         with self.averaged_weights():
-            for position, condition in enumerate(self._condition_of(prompts)):
-                generator = derived_generator(s.seed, "held-out", position)
-                noise = torch.cat([self._initial_noise(generator) for _ in range(s.eval_samples)])
-
-                def work(velocity, noise=noise) -> Tensor:
-                    def sample(x: Tensor) -> Tensor:
-                        on_step = partial(self._progress, total=total, phase="evaluation")
-                        return sample_anchor(self._watched(velocity), self.plan, x, on_step)[0].cpu()
-
-                    return torch.cat([sample(x) for x in noise.to(self.policy.device).split(self.micro_batch)])
-
-                latents.append(self.policy.rollout(condition, work, base=base))
-        images, scores = [], []
-        with self.policy.scoring():
-            for prompt, latent in zip(prompts, latents):
-                self.policy.check_interrupted()
-                images.append(self.policy.decode(latent))
-                scores.append(self.rewards.score(images[-1], [prompt] * len(latent)))
-        merged = {name: torch.cat([score[name] for score in scores]) for name in scores[0]}
-        reward = weighted_reward({n: merged[n] for n in self.rewards.weights}, self.rewards.weights).mean().item()
-        return Evaluation(self.iteration, prompts, torch.cat(images), merged, reward)
+            return evaluate_policy(
+                self.policy,
+                self.rewards,
+                prompts,
+                self._condition_of(prompts),
+                self.plan,
+                samples=s.eval_samples,
+                seed=s.seed,
+                micro_batch=self.micro_batch,
+                iteration=self.iteration,
+                on_step=partial(self._progress, total=total, phase="evaluation"),
+            )
 
     # helpers
-
-    def _initial_noise(self, generator: torch.Generator) -> Tensor:
-        # A schedule that begins below 1 starts from a blank latent with that much noise.
-        return torch.randn((1, *self.policy.latent_shape), generator=generator) * self.plan.sigmas[0]
 
     def _condition_of(self, prompts: list[str]) -> list[Condition]:
         """Encoded prompts, encoding ahead those of the next iterations and forgetting the rest."""
@@ -574,21 +541,6 @@ class Trainer:
             known = {prompt: self._conditions[prompt] for prompt in wanted if prompt in self._conditions}
             self._conditions = known | dict(zip(missing, self.policy.encode(missing)))
         return [self._conditions[prompt] for prompt in prompts]
-
-    def _watched(self, velocity):
-        """The velocity with an interrupt check before and a finiteness check after every call."""
-
-        def watched(x: Tensor, sigma: float) -> Tensor:
-            self.policy.check_interrupted()
-            v = velocity(x, sigma)
-            if not torch.isfinite(v).all():
-                raise FloatingPointError(
-                    f"the model's velocity at sigma {sigma:.4f} holds NaN or infinity: try a lower learning rate, a "
-                    "smaller eta, or bf16 instead of fp16 weights"
-                )
-            return v
-
-        return watched
 
     def _progress(self, latents: int, total: int, phase: str) -> None:
         self._evaluated += latents

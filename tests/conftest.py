@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import tests  # noqa: F401  claims the name for this folder before ComfyUI, which has a tests package, is on sys.path
 from tools.comfyui import ComfyServer, find_comfyui
@@ -52,6 +53,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.line(
         "WARNING: set COMFYUI_PATH to a ComfyUI folder, or run make demo once to clone one.", yellow=True
     )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """On tensors of these sizes threads only wait for each other; on a busy machine a test takes minutes that way."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from egrpo.plots import sparkline
 from tools.comfyui import PACK, ComfyError, ComfyServer, find_comfyui, raise_for_status
 
 WORKFLOW = PACK / "tests" / "api" / "demo_train.json"
-TRAIN_NODE = "EGRPOTrainLoRA"
+TRAIN_NODE = "EGRPOTrainLora"
 RESULTS = PACK / "runs" / "demo"
 TIMEOUT_SECONDS = 3600
 

@@ -85,6 +85,28 @@ def target_modules(transformer: nn.Module, targets: str) -> list[str]:
     return chosen
 
 
+def check_targets(config: dict, targets: str) -> None:
+    """Raise LoraError for targets that match nothing in a transformer of this diffusers config; reads no weights."""
+    from diffusers import FluxTransformer2DModel
+
+    with torch.device("meta"):
+        target_modules(FluxTransformer2DModel.from_config(config), targets)
+
+
+def transformer_config(folder: Path) -> dict:
+    """The transformer's config of a FLUX.1 model in diffusers' folder layout.
+
+    Raises:
+        ValueError: no such folder.
+    """
+    from diffusers import FluxTransformer2DModel
+
+    for needed in ("model_index.json", "transformer/config.json"):
+        if not (folder / needed).is_file():
+            raise ValueError(f"{folder} is not a FLUX model in diffusers' folder layout: it has no {needed}")
+    return FluxTransformer2DModel.load_config(folder / "transformer", local_files_only=True)
+
+
 def check_size(width: int, height: int) -> None:
     """Raise ValueError unless both are positive multiples of 16 (8 pixels per latent, 2x2 latents per token)."""
     for name, value in (("width", width), ("height", height)):
@@ -176,7 +198,7 @@ class DiffusersFluxPolicy(Policy):
         check_rank(rank, alpha)
         check_size(width, height)
         files = demo.demo_files(folder)
-        _check_targets(demo.read_description(files.flux)["config"], targets)
+        check_targets(demo.read_description(files.flux)["config"], targets)
         device = _device(device)
         vae = demo.load_vae(files.vae).to(device)
         encoder = demo.load_text_encoder(files.text_encoder)
@@ -220,14 +242,12 @@ class DiffusersFluxPolicy(Policy):
         Raises:
             LoraError, ValueError: bad settings, or no such folder; before weights are read.
         """
-        from diffusers import FluxPipeline, FluxTransformer2DModel
+        from diffusers import FluxPipeline
 
         check_rank(rank, float(rank if alpha is None else alpha))
         check_size(width, height)
         folder = Path(folder)
-        if not (folder / "model_index.json").is_file():
-            raise ValueError(f"{folder} is not a diffusers model folder: it has no model_index.json")
-        _check_targets(FluxTransformer2DModel.load_config(folder / "transformer", local_files_only=True), targets)
+        check_targets(transformer_config(folder), targets)
         device = _device(device)
         pipeline = FluxPipeline.from_pretrained(folder, torch_dtype=dtype, local_files_only=True)
         encoders = [pipeline.text_encoder.requires_grad_(False), pipeline.text_encoder_2.requires_grad_(False)]
@@ -384,14 +404,6 @@ def lora_options(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def _device(device: torch.device | str | None) -> torch.device:
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _check_targets(config: dict, targets: str) -> None:
-    """Raise LoraError for targets that match nothing, on a model without weights."""
-    from diffusers import FluxTransformer2DModel
-
-    with torch.device("meta"):
-        target_modules(FluxTransformer2DModel.from_config(config), targets)
 
 
 @contextmanager

@@ -148,3 +148,19 @@ def test_words_matter_and_case_and_commas_do_not(encoder: demo.DemoTextEncoder) 
 
 def test_unknown_words_are_token_zero(encoder: demo.DemoTextEncoder) -> None:
     assert encoder.tokenizer.words("a zebra") == [encoder.tokenizer.vocabulary["a"], 0]
+
+
+def test_skipping_empty_blocks_changes_no_bit(files: demo.DemoFiles) -> None:
+    from diffusers import AutoencoderTiny
+    from safetensors.torch import load_file
+
+    stored = load_file(files.vae)
+    full = AutoencoderTiny(latent_channels=16, scaling_factor=1.0, shift_factor=0.0)
+    full.load_state_dict({key: stored[demo._comfy_vae_key(key)] for key in full.state_dict()})
+    fast = demo.load_vae(files.vae)
+    latents = torch.randn(2, 16, 8, 8, generator=torch.Generator().manual_seed(0))
+    image = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    with torch.no_grad():
+        assert torch.equal(fast.decode(latents).sample, full.decode(latents).sample)
+        assert torch.equal(fast.encode(image).latents, full.encode(image).latents)
+    assert sum(isinstance(layer, type(full.decoder.layers[2])) for layer in fast.decoder.layers) == 0

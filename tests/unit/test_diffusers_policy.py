@@ -13,6 +13,7 @@ from egrpo.backends.diffusers_flux import (
     DiffusersFluxPolicy,
     FluxCondition,
     image_ids,
+    lora_options,
     pack_latents,
     unpack_latents,
 )
@@ -303,3 +304,21 @@ def test_a_flux_folder_refuses_bad_targets_before_weights_are_read(
     monkeypatch.setattr(FluxPipeline, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(LoraError, match="matches no Linear"):
         DiffusersFluxPolicy.from_pretrained(flux_folder, targets="no_such_layer")
+
+
+def test_an_exported_lora_loads_back(folder: Path) -> None:
+    trained = make_policy(folder, rank=2, alpha=6, targets="attention")
+    exported = trained.export_lora()
+    options = lora_options(exported)
+    assert options["rank"] == 2
+    again = DiffusersFluxPolicy.from_demo(folder=folder, device="cpu", **options)
+    again.load_lora(exported)
+    assert torch.allclose(rolled_out(again, latents()), rolled_out(trained, latents()), atol=1e-6)
+    with pytest.raises(ValueError, match="other modules"):
+        DiffusersFluxPolicy.from_demo(folder=folder, rank=2, targets=r"to_q$", device="cpu").load_lora(exported)
+
+
+@pytest.mark.parametrize("state", [{}, {"lora_unet_x.lora_down.weight": torch.zeros(1, 1)}])
+def test_other_lora_formats_are_refused(state: dict) -> None:
+    with pytest.raises(ValueError, match="diffusers-PEFT naming"):
+        lora_options(state)
