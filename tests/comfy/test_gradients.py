@@ -203,3 +203,84 @@ def test_nothing_stays_attached(tiny, pack_module, outcome):
     after = dict(model.model.named_parameters())
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_low_vram_casting_with_a_user_lora_gives_the_gradients_of_a_full_load(tiny, pack_module, monkeypatch):
+    """Partly loaded: every weight is cast, and the user's LoRA added, at each use - in the backward pass as well."""
+    import comfy.model_patcher
+    import comfy.sd
+
+    model = load(tiny.diffusers, dtype=torch.float32)
+    user_lora = make_policy(pack_module, model).export_lora()
+
+    def gradients():
+        patched, _ = comfy.sd.load_lora_for_models(model, None, user_lora, 1.0, 0.0)
+        return comfy_gradients(make_policy(pack_module, patched))
+
+    full_v, full = gradients()
+    plain_load, seen = comfy.model_patcher.ModelPatcher.load, []
+
+    def partial_load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, full_load=False):
+        plain_load(self, device_to, lowvram_model_memory=1, force_patch_weights=False, full_load=False)
+        seen.append(sum(bool(getattr(m, "weight_function", None)) for m in self.model.modules()))
+
+    monkeypatch.setattr(comfy.model_patcher.ModelPatcher, "load", partial_load)
+    v, partial = gradients()
+    assert seen and max(seen) > 0, "no weight was left to be patched at each use: the case was not exercised"
+    assert relative_error(v, full_v) < 1e-5
+    for name, truth in full.items():
+        for ours, theirs in zip(partial[name], truth):
+            assert relative_error(ours, theirs) < 1e-5, name
+
+
+def test_epsilon_prediction_is_refused_by_name(tiny, pack_module):
+    import comfy.model_sampling
+
+    model = load(tiny.diffusers, dtype=torch.float32)
+
+    class Epsilon(comfy.model_sampling.ModelSamplingDiscrete, comfy.model_sampling.EPS):
+        pass
+
+    model.add_object_patch("model_sampling", Epsilon())
+    with pytest.raises(ValueError, match="Flux.*rectified"):
+        pack_module("nodes.comfy_policy").ComfyPolicy(model, None, None, width=SIZE, height=SIZE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank is 0"),
+        ({"targets": "no_such_layer"}, "matches no Linear"),
+        ({"targets": "("}, "regular expression"),
+        ({"targets": " "}, "empty"),
+        ({"width": 40}, "width is 40"),
+    ],
+)
+def test_bad_options_are_refused_before_loading(tiny, pack_module, options, message, monkeypatch):
+    import comfy.model_management
+
+    model = load(tiny.diffusers, dtype=torch.float32)
+
+    def fail(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(comfy.model_management, "load_models_gpu", fail)
+    with pytest.raises(ValueError, match=message):
+        pack_module("nodes.comfy_policy").ComfyPolicy(
+            model, None, None, **{"width": SIZE, "height": SIZE, "rank": 4, **options}
+        )
+
+
+def test_training_can_continue_from_an_exported_lora(tiny, pack_module):
+    model = load(tiny.diffusers, dtype=torch.float32)
+    donor = make_policy(pack_module, model)
+    state = {name: tensor.clone() for name, tensor in donor.export_lora().items()}
+    heir = pack_module("nodes.comfy_policy").ComfyPolicy(
+        model, None, None, width=SIZE, height=SIZE, rank=6, alpha=3, targets="all", start_from=state
+    )
+    with torch.inference_mode():
+        with donor:
+            expected = donor.rollout(conditioning(), lambda velocity: velocity(latent(), SIGMA))
+        with heir:
+            v = heir.rollout(conditioning(), lambda velocity: velocity(latent(), SIGMA))
+    assert relative_error(v, expected) < 1e-5

@@ -276,6 +276,19 @@ def test_without_a_random_step_it_is_comfyuis_euler_bit_for_bit(sample, merged, 
     assert torch.equal(sample(merged(index=-1), sigmas), sample(euler(), sigmas))
 
 
+def test_it_works_in_sampler_custom_advanced(sample, merged, flux) -> None:
+    from comfy_extras.nodes_custom_sampler import CFGGuider, RandomNoise, SamplerCustomAdvanced
+
+    sampler = merged(index=1, merge=2, seed=4)
+    (noise,) = RandomNoise.execute(3).result
+    (guider,) = CFGGuider.execute(flux, conditioning(), conditioning(), 1.0).result
+    with torch.inference_mode():
+        output = SamplerCustomAdvanced.execute(
+            noise, guider, sampler, SIGMAS, {"samples": torch.zeros(1, 16, 8, 8)}
+        ).result[0]
+    assert torch.equal(output["samples"], sample(sampler, SIGMAS))
+
+
 def test_guidance_and_masks_act_as_with_euler(sample, merged) -> None:
     latent = {"samples": torch.ones(1, 16, 8, 8), "noise_mask": torch.ones(1, 1, 64, 64)}
     latent["noise_mask"][..., :32] = 0
