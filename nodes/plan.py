@@ -11,7 +11,6 @@ from ..egrpo.schedule import (
     ENTROPY_UNITS,
     GROUPINGS,
     UNREACHABLE_CHOICES,
-    Plan,
     PlanError,
     active_indices,
     flow_sigmas,
@@ -51,7 +50,9 @@ class EGRPOPlan(io.ComfyNode):
                     default=16,
                     min=1,
                     max=MAX_STEPS,
-                    tooltip="Denoising steps of the schedule. Ignored when sigmas is connected. The paper trains with 16.",
+                    tooltip=(
+                        "Denoising steps of the schedule. Ignored when sigmas is connected. The paper trains with 16."
+                    ),
                 ),
                 io.Float.Input(
                     "shift",
@@ -59,6 +60,7 @@ class EGRPOPlan(io.ComfyNode):
                     min=0.01,
                     max=100.0,
                     step=0.05,
+                    round=False,
                     tooltip="Time shift of the schedule, 1 = none. Ignored when sigmas is connected. The paper uses 3.",
                 ),
                 io.Float.Input(
@@ -68,13 +70,19 @@ class EGRPOPlan(io.ComfyNode):
                     max=10.0,
                     step=0.05,
                     round=False,
-                    tooltip="Noise scale of the active steps. More explores further and makes rougher images. The cps kernel takes at most 1.",
+                    tooltip=(
+                        "Noise scale of the active steps. More explores further and makes rougher images. The cps "
+                        "kernel takes at most 1."
+                    ),
                 ),
                 io.Combo.Input(
                     "tau_mode",
                     options=list(TAU_MODES),
                     default="fixed",
-                    tooltip="How the entropy threshold is chosen: fixed uses tau, quantile uses tau_quantile, groups uses target_groups. Only for adaptive merging.",
+                    tooltip=(
+                        "How the entropy threshold is chosen: fixed uses tau, quantile uses tau_quantile, groups uses "
+                        "target_groups. Only for adaptive merging."
+                    ),
                 ),
                 io.Float.Input(
                     "tau",
@@ -83,7 +91,10 @@ class EGRPOPlan(io.ComfyNode):
                     max=20.0,
                     step=0.05,
                     round=False,
-                    tooltip="Entropy that every active step must reach, for tau_mode fixed. Higher merges more; 0 merges nothing. The paper uses 2.2.",
+                    tooltip=(
+                        "Entropy that every active step must reach, for tau_mode fixed. Higher merges more; 0 merges "
+                        "nothing. The paper uses 2.2."
+                    ),
                 ),
                 io.Float.Input(
                     "tau_quantile",
@@ -92,7 +103,10 @@ class EGRPOPlan(io.ComfyNode):
                     max=1.0,
                     step=0.05,
                     advanced=True,
-                    tooltip="For tau_mode quantile: the threshold is this quantile of the entropies of the active steps before merging.",
+                    tooltip=(
+                        "For tau_mode quantile: the threshold is this quantile of the entropies of the active steps "
+                        "before merging."
+                    ),
                 ),
                 io.Int.Input(
                     "target_groups",
@@ -100,7 +114,10 @@ class EGRPOPlan(io.ComfyNode):
                     min=1,
                     max=MAX_STEPS,
                     advanced=True,
-                    tooltip="For tau_mode groups: the smallest threshold whose number of active steps comes nearest to this. Most useful with disjoint grouping.",
+                    tooltip=(
+                        "For tau_mode groups: the smallest threshold whose number of active steps comes nearest to "
+                        "this. Most useful with disjoint grouping."
+                    ),
                 ),
                 io.Combo.Input(
                     "active_steps",
@@ -119,53 +136,76 @@ class EGRPOPlan(io.ComfyNode):
                     "merging",
                     options=[ADAPTIVE, *FIXED_MERGES, EXPLICIT],
                     default=ADAPTIVE,
-                    tooltip="adaptive: each step merges until it reaches tau. none: no merging. fixed_N: every step jumps N. explicit: see explicit_merges.",
+                    tooltip=(
+                        "adaptive: each step merges until it reaches tau. none: no merging. fixed_N: every step jumps "
+                        "N. explicit: see explicit_merges."
+                    ),
                 ),
                 io.String.Input(
                     "explicit_merges",
                     default="",
                     placeholder="0:1 1:1 2:2 4:3",
                     advanced=True,
-                    tooltip="For merging explicit: step:length pairs. They also name the active steps, so active_steps is ignored.",
+                    tooltip=(
+                        "For merging explicit: step:length pairs. They also name the active steps, so active_steps is "
+                        "ignored."
+                    ),
                 ),
                 io.Combo.Input(
                     "grouping",
                     options=list(GROUPINGS),
                     default="overlapping",
-                    tooltip="overlapping: every active step has its own merge (the paper). disjoint: the next active step starts where a merge ended; cheaper.",
+                    tooltip=(
+                        "overlapping: every active step has its own merge (the paper). disjoint: the next active step "
+                        "starts where a merge ended; cheaper."
+                    ),
                 ),
                 io.Combo.Input(
                     "kernel",
                     options=list(KERNELS),
                     default=KERNELS[0],
-                    tooltip="How noise is added. flow_sde is the paper's. cps keeps the noise level exact however long the merge is.",
+                    tooltip=(
+                        "How noise is added. flow_sde is the paper's. cps keeps the noise level exact however long the "
+                        "merge is."
+                    ),
                 ),
                 io.Combo.Input(
                     "entropy_unit",
                     options=list(ENTROPY_UNITS),
                     default=ENTROPY_UNITS[0],
                     advanced=True,
-                    tooltip="Unit that tau is compared in. exp: e^(h/d), the reading under which 2.2 gives the paper's merges. log2 orders steps alike on another scale.",
+                    tooltip=(
+                        "Unit that tau is compared in. exp: e^(h/d), the reading under which 2.2 gives the paper's "
+                        "merges. log2 orders steps alike on another scale."
+                    ),
                 ),
                 io.Combo.Input(
                     "unreachable",
                     options=list(UNREACHABLE_CHOICES),
                     default=UNREACHABLE_CHOICES[0],
                     advanced=True,
-                    tooltip="What to do with a step that stays below tau even when merged to the end: leave it out, or merge it to the end.",
+                    tooltip=(
+                        "What to do with a step that stays below tau even when merged to the end: leave it out, or "
+                        "merge it to the end."
+                    ),
                 ),
                 io.Boolean.Input(
                     "allow_flip",
                     default=False,
                     advanced=True,
-                    tooltip="Accept merges so long that the latent changes sign. Only to repeat such experiments: the images are ruined.",
+                    tooltip=(
+                        "Accept merges so long that the latent changes sign. Only to repeat such experiments: the "
+                        "images are ruined."
+                    ),
                 ),
                 io.Int.Input(
                     "group_size",
                     default=8,
                     min=2,
                     max=256,
-                    tooltip="Only for the cost line of the table. The group size of training is set on E-GRPO Train LoRA.",
+                    tooltip=(
+                        "Only for the cost line of the table. The group size of training is set on E-GRPO Train LoRA."
+                    ),
                 ),
                 io.Sigmas.Input(
                     "sigmas",
@@ -244,7 +284,7 @@ class EGRPOPlan(io.ComfyNode):
         table = plan.table(group_size)
         return io.NodeOutput(
             plan,
-            _comfy_sigmas(plan),
+            torch.tensor(plan.sigmas, dtype=torch.float32),
             plot,
             table,
             ui={**ui.PreviewImage(plot, cls=cls).as_dict(), "text": [table]},
@@ -269,7 +309,3 @@ def _chosen_merge(merging: str, explicit_merges: str) -> int | dict[int, int] | 
             raise PlanError("merging is explicit, but explicit_merges is empty: write pairs such as 0:1 1:1 2:2 4:3")
         return merges
     return FIXED_MERGES[merging]
-
-
-def _comfy_sigmas(plan: Plan) -> Tensor:
-    return torch.tensor(plan.sigmas, dtype=torch.float32)

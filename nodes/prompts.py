@@ -25,7 +25,8 @@ class EGRPOPrompts(io.ComfyNode):
             display_name="E-GRPO Prompts",
             category="E-GRPO/prompts",
             description=(
-                "Prompts to train on, and prompts held out to measure progress. Write one a line, or put a .txt, .jsonl, "
+                "Prompts to train on, and prompts held out to measure progress. Write one a line, or put a .txt, "
+                ".jsonl, "
                 ".json or .csv file into ComfyUI's input folder. Duplicates and blank lines are dropped."
             ),
             search_aliases=["prompt list", "prompt file", "dataset", "captions"],
@@ -42,12 +43,18 @@ class EGRPOPrompts(io.ComfyNode):
                     "file",
                     options=[NO_FILE, *prompt_files()],
                     default=NO_FILE,
-                    tooltip="A prompt file in ComfyUI's input folder. .txt: one per line; .jsonl, .json, .csv: the field prompt, caption or text. Press R to see new files.",
+                    tooltip=(
+                        "A prompt file in ComfyUI's input folder. .txt: one per line; .jsonl, .json, .csv: the field "
+                        "prompt, caption or text. Press R to see new files."
+                    ),
                 ),
                 io.Boolean.Input(
                     "shuffle",
                     default=False,
-                    tooltip="Shuffle by the seed before limit and held_out, which otherwise take the first and the last prompts. Training draws in random order anyway.",
+                    tooltip=(
+                        "Shuffle by the seed before limit and held_out, which otherwise take the first and the last "
+                        "prompts. Training draws in random order anyway."
+                    ),
                 ),
                 io.Int.Input(
                     "limit", default=0, min=0, max=1_000_000, tooltip="Keep at most this many prompts; 0 keeps all."
@@ -57,7 +64,10 @@ class EGRPOPrompts(io.ComfyNode):
                     default=4,
                     min=0,
                     max=10_000,
-                    tooltip="How many prompts, from the end, to keep for evaluation and never train on. With too few prompts evaluation uses the training prompts.",
+                    tooltip=(
+                        "How many prompts, from the end, to keep for evaluation and never train on. With too few "
+                        "prompts evaluation uses the training prompts."
+                    ),
                 ),
                 io.Int.Input(
                     "seed",

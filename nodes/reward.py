@@ -19,7 +19,8 @@ class EGRPOReward(io.ComfyNode):
             display_name="E-GRPO Reward",
             category="E-GRPO/reward",
             description=(
-                "A reward computed from the pixels alone; nothing is downloaded. Good for learning how training behaves "
+                "A reward computed from the pixels alone; nothing is downloaded. Good for learning how training "
+                "behaves "
                 "and for checking a setup: target_colour shows success at a glance."
             ),
             search_aliases=["score", "aesthetic", "jpeg", "colour", "color", "brightness", "contrast", "sharpness"],
@@ -49,7 +50,9 @@ class EGRPOReward(io.ComfyNode):
                     max=100.0,
                     step=0.1,
                     round=False,
-                    tooltip="Weight among several rewards. Negative rewards the opposite. Alone, only its sign matters.",
+                    tooltip=(
+                        "Weight among several rewards. Negative rewards the opposite. Alone, only its sign matters."
+                    ),
                 ),
             ],
             outputs=[types.Reward.Output("reward", tooltip="For E-GRPO Train LoRA, Rollout Preview and Evaluate.")],

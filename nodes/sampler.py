@@ -37,14 +37,19 @@ class EGRPOMergedStepSampler(io.ComfyNode):
                     default=0,
                     min=-1,
                     max=MAX_STEPS,
-                    tooltip="Which step of the sigmas is random, from 0. -1 makes none: the result is then that of euler, bit for bit.",
+                    tooltip=(
+                        "Which step of the sigmas is random, from 0. -1 makes none: the result is then that of euler, "
+                        "bit for bit."
+                    ),
                 ),
                 io.Int.Input(
                     "merge",
                     default=0,
                     min=0,
                     max=MAX_STEPS,
-                    tooltip="How many intervals the random step jumps at once. 0 finds the shortest jump that reaches tau.",
+                    tooltip=(
+                        "How many intervals the random step jumps at once. 0 finds the shortest jump that reaches tau."
+                    ),
                 ),
                 io.Float.Input(
                     "eta",
@@ -53,7 +58,10 @@ class EGRPOMergedStepSampler(io.ComfyNode):
                     max=10.0,
                     step=0.05,
                     round=False,
-                    tooltip="Noise scale of the random step; 0 is a plain long Euler step. The cps kernel takes at most 1. The paper uses 0.7.",
+                    tooltip=(
+                        "Noise scale of the random step; 0 is a plain long Euler step. The cps kernel takes at most 1. "
+                        "The paper uses 0.7."
+                    ),
                 ),
                 io.Float.Input(
                     "tau",
@@ -68,7 +76,10 @@ class EGRPOMergedStepSampler(io.ComfyNode):
                     "kernel",
                     options=list(KERNELS),
                     default=FLOW_SDE,
-                    tooltip="How noise is added. flow_sde is the paper's. cps keeps the noise level exact however long the merge is.",
+                    tooltip=(
+                        "How noise is added. flow_sde is the paper's. cps keeps the noise level exact however long the "
+                        "merge is."
+                    ),
                 ),
                 io.Int.Input(
                     "seed",
@@ -76,7 +87,10 @@ class EGRPOMergedStepSampler(io.ComfyNode):
                     min=0,
                     max=0xFFFFFFFFFFFFFFFF,
                     control_after_generate=True,
-                    tooltip="Seed of the random step's noise alone; the starting noise stays the sampler node's. Each image of a batch gets its own noise.",
+                    tooltip=(
+                        "Seed of the random step's noise alone; the starting noise stays the sampler node's. Each "
+                        "image of a batch gets its own noise."
+                    ),
                 ),
                 io.Boolean.Input(
                     "allow_flip",
@@ -175,8 +189,8 @@ def chosen_merge(
         if found is None:
             raise ValueError(
                 f"step {index} merged over all {last - index} remaining intervals has entropy "
-                f"{entropy(index, last - index):.3f}, below tau {tau:g}: lower tau, raise eta, choose an earlier index, "
-                "or set merge"
+                f"{entropy(index, last - index):.3f}, below tau {tau:g}: lower tau, raise eta, choose an earlier "
+                "index, or set merge"
             )
         merge = found
     elif index + merge > last:
@@ -187,8 +201,8 @@ def chosen_merge(
     if kernel == FLOW_SDE and contraction <= 0 and not allow_flip:
         raise ValueError(
             f"step {index} merged over {merge} flips the latent: its contraction 1 - s^2 D / (2 sigma) is "
-            f"{contraction:.3f}, and must stay above 0. Use a shorter merge, lower eta or tau, choose the cps kernel, or "
-            "turn on allow_flip"
+            f"{contraction:.3f}, and must stay above 0. Use a shorter merge, lower eta or tau, choose the cps kernel, "
+            "or turn on allow_flip"
         )
     return merge
 
