@@ -71,6 +71,8 @@ DEMO_DEFAULTS: dict[str, Any] = {
     "iterations": 30,
     "eval_samples": 4,
     "micro_batch": 16,
+    # A model this small gains little from a second thread, and stalls when another process wants the core.
+    "threads": 1,
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -221,6 +223,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     _add_number(model, "--guidance", float, "FLUX guidance (3.5)")
     model.add_argument("--dtype", choices=sorted(DTYPES), help="of the frozen model (bf16); the demo is always fp32")
     model.add_argument("--device", help="torch device (default: cuda if there is one)")
+    _add_number(model, "--threads", int, "CPU threads (torch's own choice; demo 1)")
 
 
 def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
@@ -382,6 +385,8 @@ def _check_model(options: dict) -> None:
     if not options.get("demo") and not options.get("model"):
         raise InputError("which model? give --demo, or --model FOLDER with FLUX.1 in diffusers' layout")
     _size(options)
+    if options.get("threads", 1) < 1:
+        raise InputError(f"--threads is {options['threads']}; it must be at least 1")
     check_rank(options["rank"], options.get("alpha", 1.0))
     config = FLUX_CONFIG if options.get("demo") else transformer_config(Path(options["model"]))
     check_targets(config, options["targets"])
@@ -391,6 +396,8 @@ def _policy(options: dict) -> DiffusersFluxPolicy:
     from .backends.diffusers_flux import DiffusersFluxPolicy
 
     width, height = _size(options)
+    if "threads" in options:
+        torch.set_num_threads(options["threads"])
     shared = {key: options[key] for key in ("rank", "targets", "guidance")}
     shared |= {"alpha": options.get("alpha", float(options["rank"])), "seed": options.get("seed", 0)}
     shared["device"] = options.get("device")

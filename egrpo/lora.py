@@ -6,7 +6,6 @@ module is exactly a set of diffusers adapters that share their down matrix, so n
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Iterable, Mapping
 
@@ -22,6 +21,12 @@ class LoraError(ValueError):
     """A LoRA setting or file that cannot be used."""
 
 
+def initial_down(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """A fresh down matrix [rank, in] from N(0, 1 / rank^2): peft's "gaussian", which the learning rates of Flow-GRPO
+    and its successors are meant for. One definition for every backend, so that a learning rate means the same."""
+    return torch.randn(shape, generator=generator) / shape[0]
+
+
 class LoraLinear(nn.Module):
     """y + (alpha / rank) up(down(x)); float32 parameters and arithmetic whatever the base computes in."""
 
@@ -29,8 +34,7 @@ class LoraLinear(nn.Module):
         self, in_features: int, out_features: int, rank: int, alpha: float, generator: torch.Generator
     ) -> None:
         super().__init__()
-        bound = 1.0 / math.sqrt(in_features)
-        self.down = nn.Parameter(torch.empty(rank, in_features).uniform_(-bound, bound, generator=generator))
+        self.down = nn.Parameter(initial_down((rank, in_features), generator))
         self.up = nn.Parameter(torch.zeros(out_features, rank))
         self.scale = alpha / rank
 

@@ -88,7 +88,7 @@ def read_prompt_file(path: Path) -> list[str]:
     if path.suffix.lower() not in PROMPT_SUFFIXES:
         raise PromptError(f"{path.name}: prompt files end in {', '.join(PROMPT_SUFFIXES)}")
     if not path.is_file():
-        raise PromptError(f"prompt file {path.name} does not exist; put it into ComfyUI's input folder")
+        raise PromptError(f"prompt file {path.name} does not exist (in ComfyUI prompt files lie in the input folder)")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

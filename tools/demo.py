@@ -128,9 +128,13 @@ def _report(server: ComfyServer, display: _Display, entry: dict | None) -> None:
     rewards = display.rewards()
     if rewards:
         _say(f"mean reward of the rollouts: {rewards[0]:.4f} -> {rewards[-1]:.4f}  {sparkline(rewards)}")
-    for node_id, outputs in sorted((entry or {}).get("outputs", {}).items()):
+    shown: set[str] = set()
+    for _, outputs in sorted((entry or {}).get("outputs", {}).items()):
+        # The report comes from the training node and again from the node that displays it.
         for text in outputs.get("text", ()):
-            print(text)
+            if text not in shown:
+                print(text)
+            shown.add(text)
         for image in outputs.get("images", ()):
             if image["type"] == "output":
                 _say(f"image   {_shown(server.output / image['subfolder'] / image['filename'])}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..lora import DEFAULT_TARGETS, TARGET_CHOICES, LoraError, check_rank, checked_pattern
+from ..lora import DEFAULT_TARGETS, TARGET_CHOICES, LoraError, check_rank, checked_pattern, initial_down
 from ..policy import Policy, T, Velocity
 from . import demo
 
@@ -124,7 +124,7 @@ class DiffusersFluxPolicy(Policy):
         encode: prompt -> :class:`FluxCondition`.
         decode: latents [B, 16, h, w] float32 on ``device`` -> images [B, 3, H, W] in -1..1.
         width, height: pixels, divisible by 16.
-        rank, alpha, targets, seed: the LoRA; A is drawn from N(0, 1 / rank^2) and B is zero.
+        rank, alpha, targets, seed: the LoRA, see :func:`egrpo.lora.initial_down`; B starts at zero.
         guidance: of guidance-distilled models; ignored by others.
         checkpoint_blocks: recompute blocks in the backward pass (half the speed of the update, little memory).
         offload: keep the transformer off the device while prompts are encoded, images decoded and rewards computed.
@@ -173,7 +173,7 @@ class DiffusersFluxPolicy(Policy):
         for name, parameter in self._lora.items():
             parameter.data = parameter.data.float()
             if ".lora_A." in name:  # drawn again, because peft draws from the global generator
-                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / rank)
+                parameter.data.copy_(initial_down(parameter.shape, generator))
         self.model.to("cpu" if offload else self.device)
 
     @classmethod
