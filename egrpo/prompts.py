@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import random
 from dataclasses import dataclass
@@ -97,21 +98,23 @@ def read_prompt_file(path: Path) -> list[str]:
     if suffix == ".txt":
         return text.splitlines()
     if suffix == ".csv":
-        rows = csv.DictReader(text.splitlines())
+        rows = csv.DictReader(io.StringIO(text, newline=""))
         return [_prompt_of(row, f"{path.name} line {rows.line_num}") for row in rows]
+    if suffix == ".json":
+        items = _parsed(text, path.name)
+        if not isinstance(items, list):
+            raise PromptError(f"{path.name} must hold a JSON list of prompts, found {type(items).__name__}")
+        return [_prompt_of(item, f"{path.name} item {n}") for n, item in enumerate(items)]
+    # Not splitlines(), which would also split at the line separators that JSON allows inside strings.
+    lines = [(f"{path.name} line {n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    return [_prompt_of(_parsed(line, where), where) for where, line in lines]
+
+
+def _parsed(text: str, where: str) -> object:
     try:
-        if suffix == ".json":
-            items = json.loads(text)
-            if not isinstance(items, list):
-                raise PromptError(f"{path.name} must hold a JSON list of prompts, found {type(items).__name__}")
-            return [_prompt_of(item, f"{path.name} item {n}") for n, item in enumerate(items)]
-        return [
-            _prompt_of(json.loads(line), f"{path.name} line {n}")
-            for n, line in enumerate(text.splitlines(), 1)
-            if line.strip()
-        ]
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise PromptError(f"{path.name} is not valid JSON: {error}") from None
+        raise PromptError(f"{where} is not valid JSON: {error}") from None
 
 
 def _prompt_of(item: object, where: str) -> str:

@@ -80,7 +80,7 @@ EXAMPLES = (
         name="egrpo_demo_train",
         columns=(
             (("1", 340, 90), ("2", 460, 400), ("3", 340, 160)),
-            (("4", 420, 760),),
+            (("4", 420, 560),),
             (("5", 440, 900),),
             (("6", 480, 400), ("9", 480, 330)),
             (("7", 560, 460), ("8", 560, 460)),
@@ -105,7 +105,7 @@ EXAMPLES = (
         columns=(
             (("1", 340, 110), ("2", 340, 160), ("3", 340, 90)),
             (("4", 520, 420), ("5", 340, 160)),
-            (("6", 420, 760),),
+            (("6", 420, 560),),
             (("7", 440, 900),),
             (("8", 480, 400), ("11", 480, 330), ("12", 340, 120)),
             (("9", 560, 460), ("10", 560, 400), ("13", 340, 120)),
@@ -130,8 +130,8 @@ EXAMPLES = (
         name="egrpo_rollout_preview",
         columns=(
             (("1", 340, 90), ("3", 340, 160)),
-            (("2", 420, 760),),
-            (("4", 460, 760),),
+            (("2", 420, 560),),
+            (("4", 460, 560),),
             (("5", 560, 400), ("7", 760, 330)),
             (("6", 640, 800),),
         ),
@@ -190,7 +190,7 @@ LAY_OUT = """async ({example, gaps}) => {
     graph.setDirtyCanvas(true, true);
 }"""
 
-SERIALIZE = "() => (app.rootGraph ?? app.graph).serialize()"
+SERIALIZE = "() => JSON.stringify((app.rootGraph ?? app.graph).serialize())"  # as saved: without what is undefined
 LOAD_UI = "async ({workflow, name}) => { await app.loadGraphData(workflow, true, true, name); }"
 TO_PROMPT = "async () => (await app.graphToPrompt()).output"
 SHOW = """(box) => {
@@ -200,11 +200,11 @@ SHOW = """(box) => {
     ds.offset = [-x + (element.width / ratio / ds.scale - width) / 2, -y + (element.height / ratio / ds.scale - height) / 2];
     canvas.setDirty(true, true); canvas.draw(true, true);
 }"""
-BOUNDS = """() => {
-    const graph = app.rootGraph ?? app.graph;
-    const boxes = (graph.groups ?? graph._groups).map(g => [g.pos[0], g.pos[1], g.pos[0] + g.size[0], g.pos[1] + g.size[1]]);
-    const least = i => Math.min(...boxes.map(b => b[i])), most = i => Math.max(...boxes.map(b => b[i]));
-    return [least(0), least(1), most(2) - least(0), most(3) - least(1)];
+MIDDLE = """() => {
+    const graph = app.rootGraph ?? app.graph, groups = (graph.groups ?? graph._groups).slice(1, -1);
+    const least = i => Math.min(...groups.map(group => group.pos[i]));
+    const most = i => Math.max(...groups.map(group => group.pos[i] + group.size[i]));
+    return [least(0), least(1), most(0) - least(0), most(1) - least(1)];
 }"""
 
 
@@ -230,7 +230,7 @@ def make(page: Any, example: Example) -> dict[str, Any]:
     }
     page.evaluate(LAY_OUT, {"example": layout, "gaps": {"column": COLUMN_GAP, "row": ROW_GAP, "title": TITLE}})
     page.wait_for_timeout(500)
-    workflow = page.evaluate(SERIALIZE)
+    workflow = json.loads(page.evaluate(SERIALIZE))
     workflow.pop("id", None)
     workflow["extra"] = {}
     page.evaluate(LOAD_UI, {"workflow": workflow, "name": example.name})
@@ -268,8 +268,8 @@ def save_thumbnail(picture: Image.Image, path: Path) -> None:
 
 
 def canvas_picture(page: Any) -> Image.Image:
-    """The canvas with the whole workflow in view, without the rest of the page."""
-    page.evaluate(SHOW, page.evaluate(BOUNDS))
+    """The canvas with the middle of the workflow (all groups but the first and the last) in view."""
+    page.evaluate(SHOW, page.evaluate(MIDDLE))
     page.wait_for_timeout(700)
     return Image.open(io.BytesIO(page.screenshot()))
 
