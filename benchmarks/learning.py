@@ -41,7 +41,13 @@ def train(seed: int, minutes: float, shuffled: bool) -> dict:
         make_prompt_set(DEMO_PROMPTS, held_out=8),
         plan_steps(flow_sigmas(16)),
         TrainSettings(
-            iterations=100_000, group_size=8, learning_rate=3e-3, eval_every=10, eval_samples=4, micro_batch=16, seed=seed
+            iterations=100_000,
+            group_size=8,
+            learning_rate=3e-3,
+            eval_every=10,
+            eval_samples=4,
+            micro_batch=16,
+            seed=seed,
         ),
         advantage_transform=shuffle if shuffled else None,
     )

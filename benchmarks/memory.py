@@ -118,7 +118,9 @@ def main() -> None:
             f"{row['ratio_to_inference']:.2f} x inference"
         )
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "memory.json").write_text(json.dumps({"arguments": vars(arguments) | {"checkpoint": None}, "rows": rows}, indent=1) + "\n")
+    (RESULTS / "memory.json").write_text(
+        json.dumps({"arguments": vars(arguments) | {"checkpoint": None}, "rows": rows}, indent=1) + "\n"
+    )
 
 
 def write_model(folder: Path, arguments: argparse.Namespace) -> Path:

@@ -10,12 +10,24 @@ import comfy.utils
 import folder_paths
 import torch
 from comfy_api.latest import io, ui
+from server import PromptServer
 
+from ..egrpo.evaluation import Evaluation
 from ..egrpo.lora import TARGET_CHOICES
 from ..egrpo.objective import RATIOS
-from ..egrpo.run import Run, checked_name, comparison_grid, execute, lora_metadata, report, save_lora
+from ..egrpo.run import (
+    Run,
+    checked_name,
+    comparison_grid,
+    describe_cost,
+    duration,
+    execute,
+    lora_metadata,
+    report,
+    save_lora,
+)
 from ..egrpo.schedule import Plan
-from ..egrpo.trainer import Evaluation, Progress, Rollouts, Started, Step, Trainer, TrainSettings
+from ..egrpo.trainer import Progress, Rollouts, Started, Step, Trainer, TrainSettings, Warned
 from . import types
 
 logger = logging.getLogger(__name__)
@@ -41,10 +53,14 @@ class EGRPOTrainLora(io.ComfyNode):
             search_aliases=["grpo", "rlhf", "reinforcement learning", "align", "preference", "reward training"],
             is_output_node=True,
             not_idempotent=True,
+            hidden=[io.Hidden.unique_id],
             inputs=[
                 io.Model.Input(
                     "model",
-                    tooltip="A rectified-flow model such as FLUX, in any precision. LoRAs already on it stay active and stay frozen.",
+                    tooltip=(
+                        "A rectified-flow model such as FLUX, in any precision. LoRAs already on it stay "
+                        "active and stay frozen."
+                    ),
                 ),
                 io.Clip.Input("clip", tooltip="Text encoder that encodes the prompts."),
                 io.Vae.Input("vae", tooltip="Decodes the images that the reward scores."),
@@ -70,7 +86,10 @@ class EGRPOTrainLora(io.ComfyNode):
                     default=8,
                     min=2,
                     max=256,
-                    tooltip="Images per active step and prompt that are compared with each other. The released configuration uses 12.",
+                    tooltip=(
+                        "Images per active step and prompt that are compared with each other. The "
+                        "released configuration uses 12."
+                    ),
                 ),
                 io.Int.Input(
                     "width",
@@ -78,7 +97,10 @@ class EGRPOTrainLora(io.ComfyNode):
                     min=16,
                     max=16384,
                     step=16,
-                    tooltip="Image width in pixels. Train at the size you will sample at: other sizes can show grid artefacts.",
+                    tooltip=(
+                        "Image width in pixels. Train at the size you will sample at: other sizes can "
+                        "show grid artefacts."
+                    ),
                 ),
                 io.Int.Input(
                     "height", default=512, min=16, max=16384, step=16, tooltip="Image height in pixels, see width."
@@ -106,7 +128,10 @@ class EGRPOTrainLora(io.ComfyNode):
                 io.String.Input(
                     "targets",
                     default="attention+mlp",
-                    tooltip=f"Layers that get an adapter: {', '.join(TARGET_CHOICES)} (adds modulation), or a regular expression searched in layer names, for example single_blocks.*linear1.",
+                    tooltip=(
+                        f"Layers that get an adapter: {', '.join(TARGET_CHOICES)} (adds modulation), or a "
+                        "regular expression searched in layer names, for example single_blocks.*linear1."
+                    ),
                 ),
                 io.Int.Input(
                     "seed",
@@ -133,7 +158,10 @@ class EGRPOTrainLora(io.ComfyNode):
                     default=25,
                     min=0,
                     max=100000,
-                    tooltip="Save the run's state and the LoRA every so many iterations (0 = only at the end). Cancel saves too.",
+                    tooltip=(
+                        "Save the run's state and the LoRA every so many iterations (0 = only at the "
+                        "end). Cancel saves too."
+                    ),
                 ),
                 io.Float.Input(
                     "guidance",
@@ -179,7 +207,10 @@ class EGRPOTrainLora(io.ComfyNode):
                     step=1e-5,
                     round=False,
                     advanced=True,
-                    tooltip="The importance ratio is clipped to 1 +- this. 1e-4 fits log-probabilities averaged over the latent; it acts from the second inner update on.",
+                    tooltip=(
+                        "The importance ratio is clipped to 1 +- this. 1e-4 fits log-probabilities "
+                        "averaged over the latent; it acts from the second inner update on."
+                    ),
                 ),
                 io.Float.Input(
                     "kl_beta",
@@ -189,14 +220,20 @@ class EGRPOTrainLora(io.ComfyNode):
                     step=0.001,
                     round=False,
                     advanced=True,
-                    tooltip="Weight of the KL to the model without the LoRA; holds the result near it. 0 is off and saves a model call per active step.",
+                    tooltip=(
+                        "Weight of the KL to the model without the LoRA; holds the result near it. 0 is "
+                        "off and saves a model call per active step."
+                    ),
                 ),
                 io.Combo.Input(
                     "ratio",
                     options=list(RATIOS),
                     default=RATIOS[0],
                     advanced=True,
-                    tooltip="plain: the importance ratio. guard: GRPO-Guard's normalised ratio, which meets the clip range alike at every noise level.",
+                    tooltip=(
+                        "plain: the importance ratio. guard: GRPO-Guard's normalised ratio, which meets "
+                        "the clip range alike at every noise level."
+                    ),
                 ),
                 io.Float.Input(
                     "ema_decay",
@@ -206,7 +243,10 @@ class EGRPOTrainLora(io.ComfyNode):
                     step=0.001,
                     round=False,
                     advanced=True,
-                    tooltip="Average the LoRA over time; evaluations and the saved LoRA use the average. 0 is off; 0.9 to 0.99 smooths.",
+                    tooltip=(
+                        "Average the LoRA over time; evaluations and the saved LoRA use the average. 0 is"
+                        " off; 0.9 to 0.99 smooths."
+                    ),
                 ),
                 io.Int.Input(
                     "update_every",
@@ -214,7 +254,10 @@ class EGRPOTrainLora(io.ComfyNode):
                     min=0,
                     max=1024,
                     advanced=True,
-                    tooltip="Optimizer step after every active step (0, as the released code), or once per this many prompts.",
+                    tooltip=(
+                        "Optimizer step after every active step (0, as the released code), or once per "
+                        "this many prompts."
+                    ),
                 ),
                 io.Int.Input(
                     "inner_updates",
@@ -222,7 +265,9 @@ class EGRPOTrainLora(io.ComfyNode):
                     min=1,
                     max=16,
                     advanced=True,
-                    tooltip="Passes over the same rollouts. More than 1 reuses images, with the clip range guarding it.",
+                    tooltip=(
+                        "Passes over the same rollouts. More than 1 reuses images, with the clip range guarding it."
+                    ),
                 ),
                 io.Int.Input(
                     "eval_samples",
@@ -244,21 +289,29 @@ class EGRPOTrainLora(io.ComfyNode):
                     "gradient_checkpointing",
                     default=True,
                     advanced=True,
-                    tooltip="Recompute blocks in the backward pass: little memory, updates 1.5 times as long (they are a small part of the whole).",
+                    tooltip=(
+                        "Recompute blocks in the backward pass: little memory, updates 1.5 times as long "
+                        "(they are a small part of the whole)."
+                    ),
                 ),
                 io.Combo.Input(
                     "start_from",
                     options=["none", *folder_paths.get_filename_list("loras")],
                     default="none",
                     advanced=True,
-                    tooltip="A LoRA to continue training from. Its rank may not exceed the chosen one (three to four times it for split attention layers with unequal factors).",
+                    tooltip=(
+                        "A LoRA to continue training from. Its rank may not exceed the chosen one (three "
+                        "to four times it for split attention layers with unequal factors)."
+                    ),
                 ),
             ],
             outputs=[
                 io.LoraModel.Output("lora", tooltip="The trained LoRA for ComfyUI's LoraModelLoader and SaveLoRA."),
                 io.LossMap.Output(
                     "loss_map",
-                    tooltip="Loss per iteration for ComfyUI's LossGraphNode. Near zero by design: watch the reward instead.",
+                    tooltip=(
+                        "Loss per iteration for ComfyUI's LossGraphNode. Near zero by design: watch the reward instead."
+                    ),
                 ),
                 io.Image.Output(
                     "before_after", tooltip="Held-out prompts before and after training, from the same noise."
@@ -287,7 +340,7 @@ class EGRPOTrainLora(io.ComfyNode):
             start_from=_load_lora(start_from),
             checkpoint_blocks=values["gradient_checkpointing"],
         )
-        progress = NodeProgress(settings.iterations)
+        progress = NodeProgress(settings.iterations, cls.hidden.unique_id if cls.hidden else None)
         trainer = Trainer(policy, reward, prompts, plan, settings, on_progress=progress.on_progress)
         config = {"settings": _plain(values), "name": name, "plan": plan.to_dict(), "rewards": reward.settings()}
         config["prompts"] = {"train": list(prompts.train), "held_out": list(prompts.held_out)}
@@ -325,13 +378,16 @@ class EGRPOTrainLora(io.ComfyNode):
 
 
 class NodeProgress:
-    """ComfyUI's progress bar and live previews, fed by the trainer's events."""
+    """ComfyUI's progress bar, live previews and a line of text on the node, fed by the trainer's events."""
 
-    def __init__(self, iterations: int) -> None:
+    def __init__(self, iterations: int, node_id: str | None) -> None:
         self.trained = False
         self._iterations = iterations
+        self._node_id = node_id
         self._bar = comfy.utils.ProgressBar(iterations * PROGRESS_PARTS)
         self._last_preview = 0.0
+        self._held_out = ""
+        self._seconds: list[float] = []
 
     def on_progress(self, progress: Progress) -> None:
         if progress.phase == "rollout":
@@ -342,13 +398,28 @@ class NodeProgress:
         match event:
             case Started():
                 self._bar.update_absolute(event.first_iteration * PROGRESS_PARTS, self._iterations * PROGRESS_PARTS)
+                self._say(describe_cost(event))
             case Rollouts():
                 self.trained = True
                 self._show(event.prompts[0].images, event.iteration)
             case Evaluation():
+                self._held_out = f", held out {event.reward:.4f}"
                 self._show(event.images, event.iteration, always=True)
             case Step():
                 self._bar.update_absolute(event.iteration * PROGRESS_PARTS, self._iterations * PROGRESS_PARTS)
+                self._seconds.append(event.metrics["seconds"])
+                left = (self._iterations - event.iteration) * sum(self._seconds) / len(self._seconds)
+                self._say(
+                    f"iteration {event.iteration}/{self._iterations}: reward {event.metrics['reward']:.4f}"
+                    f"{self._held_out}, {duration(left)} left"
+                )
+            case Warned():
+                self._say(event.message)
+
+    def _say(self, text: str) -> None:
+        server = getattr(PromptServer, "instance", None)
+        if server is not None and self._node_id is not None:
+            server.send_progress_text(text, self._node_id)
 
     def _show(self, images: torch.Tensor, iteration: int, always: bool = False) -> None:
         """A plain contact sheet as the node's preview; at most one a second, since it is made on the training thread."""

@@ -182,7 +182,7 @@ def test_an_edited_file_is_read_again(pack_module, input_folder) -> None:
         ({"file": "empty.txt"}, "no prompts in empty.txt"),
         ({"file": "../secret.txt"}, "outside ComfyUI's input folder"),
         ({"file": "link.txt"}, "outside ComfyUI's input folder"),
-        ({"file": "broken.jsonl"}, "broken.jsonl is not valid JSON"),
+        ({"file": "broken.jsonl"}, "broken.jsonl line 1 is not valid JSON"),
         ({"file": "titles.csv"}, "titles.csv line 2 has no prompt / caption / text field, only title"),
     ],
 )
