@@ -52,7 +52,7 @@ LOADER_FILES = (
 RUN_SECONDS = 3600
 THUMBNAIL_SIZE = (720, 450)
 THUMBNAIL_BYTES = 60_000
-GROUND = (32, 32, 32)
+GROUND = (255, 255, 255)
 COLUMN_GAP, ROW_GAP, TITLE = 60, 30, 30
 
 
@@ -62,7 +62,8 @@ class Example:
 
     columns: per column, (node id, width, height) from top to bottom; heights are raised to what the node needs.
     note: markdown shown on the canvas, with its width and height.
-    runs: it can be run with the demo models, for pictures in it.
+    crops: the parts (left, top, right, bottom of 1) of the pictures that a run saves that make the thumbnail, side by
+        side; empty where the example is not run and the canvas itself is shown.
     """
 
     api: str
@@ -71,7 +72,7 @@ class Example:
     titles: tuple[str, ...]
     note: str
     note_size: tuple[int, int]
-    runs: bool
+    crops: tuple[tuple[float, float, float, float], ...] = ()
 
 
 EXAMPLES = (
@@ -97,7 +98,7 @@ EXAMPLES = (
             "*egrpo_train_lora* for FLUX.1-dev."
         ),
         note_size=(460, 300),
-        runs=True,
+        crops=((0, 0, 1, 1), (0, 0, 0.68, 1)),
     ),
     Example(
         api="train_lora",
@@ -123,7 +124,6 @@ EXAMPLES = (
             "held-out reward and by the images, not by the loss, which stays near zero by design."
         ),
         note_size=(340, 420),
-        runs=False,
     ),
     Example(
         api="rollout_preview",
@@ -146,7 +146,7 @@ EXAMPLES = (
             "demo models by the standard loaders and use 512 pixels or more."
         ),
         note_size=(340, 360),
-        runs=True,
+        crops=((0, 0, 1, 0.42),),
     ),
 )
 
@@ -257,7 +257,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 
 def save_thumbnail(picture: Image.Image, path: Path) -> None:
-    """Write ``picture``, scaled into the thumbnail's size on a dark ground, as a JPEG of at most 60 kB."""
+    """Write ``picture``, scaled into the thumbnail's size, as a JPEG of at most 60 kB."""
     picture = ImageOps.pad(picture.convert("RGB"), THUMBNAIL_SIZE, Image.Resampling.LANCZOS, color=GROUND)
     for quality in range(92, 30, -6):
         data = io.BytesIO()
@@ -275,7 +275,7 @@ def canvas_picture(page: Any) -> Image.Image:
 
 
 def result_picture(server: ComfyServer, example: Example) -> Image.Image:
-    """The pictures that a run of the example saves, one above the other where they are wide, else side by side."""
+    """The pictures that a run of the example saves, cropped and side by side, each as wide as it is at full height."""
     outputs = server.run(json.loads((API / f"{example.api}.json").read_text(encoding="utf-8")), timeout=RUN_SECONDS)
     files = [
         server.output / image["subfolder"] / image["filename"]
@@ -283,13 +283,14 @@ def result_picture(server: ComfyServer, example: Example) -> Image.Image:
         for image in outputs[key].get("images", ())
         if image["type"] == "output"
     ]
-    pictures = [Image.open(file).convert("RGB") for file in files]
-    height = THUMBNAIL_SIZE[1] * 2
-    pictures = [picture.resize((round(picture.width * height / picture.height), height)) for picture in pictures]
-    sheet = Image.new("RGB", (sum(picture.width for picture in pictures), height), GROUND)
+    sheet = Image.new("RGB", THUMBNAIL_SIZE, GROUND)
     left = 0
-    for picture in pictures:
-        sheet.paste(picture, (left, 0))
+    for file, (x0, y0, x1, y1) in zip(files, example.crops, strict=True):
+        picture = Image.open(file).convert("RGB")
+        width, height = picture.size
+        picture = picture.crop((round(x0 * width), round(y0 * height), round(x1 * width), round(y1 * height)))
+        picture = ImageOps.contain(picture, (sheet.width - left, sheet.height), Image.Resampling.LANCZOS)
+        sheet.paste(picture, (left, (sheet.height - picture.height) // 2))
         left += picture.width
     return sheet
 
@@ -315,7 +316,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(prog="python -m tools.make_workflows", description=__doc__.splitlines()[0])
     parser.add_argument("--chromium", default=shutil.which("chromium") or "chromium", help="path of Chromium")
-    parser.add_argument("--no-run", action="store_true", help="keep the thumbnails of workflows that would be run")
+    parser.add_argument("--no-run", action="store_true", help="do not run the demo workflows; keep their thumbnails")
     options = parser.parse_args(arguments)
     comfy = find_comfyui()
     if comfy is None:
@@ -333,7 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
                 text = json.dumps(workflow, indent=2, ensure_ascii=False)
                 (WORKFLOWS / f"{example.name}.json").write_text(text + "\n", encoding="utf-8")
                 picture = WORKFLOWS / f"{example.name}.jpg"
-                if not example.runs:
+                if not example.crops:
                     save_thumbnail(canvas_picture(page), picture)
                 elif not options.no_run:
                     save_thumbnail(result_picture(server, example), picture)

@@ -284,3 +284,22 @@ def test_training_can_continue_from_an_exported_lora(tiny, pack_module):
         with heir:
             v = heir.rollout(conditioning(), lambda velocity: velocity(latent(), SIGMA))
     assert relative_error(v, expected) < 1e-5
+
+
+def test_the_update_reserves_memory_for_the_backward_pass(tiny, pack_module, monkeypatch):
+    import comfy.model_management
+
+    policy, asked = make_policy(pack_module, load(tiny.diffusers, dtype=torch.float32)), []
+    load_models = comfy.model_management.load_models_gpu
+
+    def recording(models, memory_required=0, **kwargs):
+        asked.append(memory_required)
+        return load_models(models, memory_required=memory_required, **kwargs)
+
+    monkeypatch.setattr(comfy.model_management, "load_models_gpu", recording)
+    with torch.inference_mode(), policy:
+        policy.rollout(conditioning(), lambda velocity: velocity(latent(), SIGMA))
+        policy.update(conditioning(), lambda velocity, base_velocity: velocity(latent(), SIGMA).detach())
+    rollout, update = asked
+    assert update > rollout
+    assert update >= policy._checkpoint_bytes()

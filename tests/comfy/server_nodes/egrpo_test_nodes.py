@@ -85,7 +85,9 @@ class ModelFacts(io.ComfyNode):
             "transformer options": sorted(model.model_options.get("transformer_options", {})),
             "in training": bool(comfy.model_management.in_training),
             "attached elsewhere": sum(
-                "egrpo" in loaded.model.injections for loaded in comfy.model_management.current_loaded_models if loaded.model
+                "egrpo" in loaded.model.injections
+                for loaded in comfy.model_management.current_loaded_models
+                if loaded.model
             ),
         }
         text = json.dumps(facts)
