@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 PREVIEW_PIXELS = 512
 PREVIEW_SECONDS = 1.0
+TEXT_SECONDS = 1.0
 PROGRESS_PARTS = 1000
 
 
@@ -385,52 +386,60 @@ class NodeProgress:
         self._iterations = iterations
         self._node_id = node_id
         self._bar = comfy.utils.ProgressBar(iterations * PROGRESS_PARTS)
-        self._last_preview = 0.0
-        self._held_out = ""
+        self._value = 0
+        self._last_preview = self._last_text = 0.0
+        self._held_out = self._outlook = ""
         self._seconds: list[float] = []
 
     def on_progress(self, progress: Progress) -> None:
         if progress.phase == "rollout":
-            part = PROGRESS_PARTS * progress.done // max(progress.total, 1)
-            self._bar.update_absolute(progress.iteration * PROGRESS_PARTS + part, self._iterations * PROGRESS_PARTS)
+            self._move(progress.iteration + progress.done / max(progress.total, 1))
+        # ComfyUI drops bar updates below half a percent, which an iteration of a long run never reaches: say it too.
+        now = time.monotonic()
+        if now - self._last_text >= TEXT_SECONDS:
+            self._last_text = now
+            self._say(
+                f"{self._where(progress.iteration)}{progress.phase} {progress.done}/{progress.total}{self._outlook}"
+            )
 
     def on_event(self, event: object) -> None:
         match event:
             case Started():
-                self._bar.update_absolute(event.first_iteration * PROGRESS_PARTS, self._iterations * PROGRESS_PARTS)
+                self._move(event.first_iteration)
                 self._say(describe_cost(event))
             case Rollouts():
                 self.trained = True
-                self._show(event.prompts[0].images, event.iteration)
+                self._show(event.prompts[0].images)
             case Evaluation():
                 self._held_out = f", held out {event.reward:.4f}"
-                self._show(event.images, event.iteration, always=True)
+                self._show(event.images, always=True)
             case Step():
-                self._bar.update_absolute(event.iteration * PROGRESS_PARTS, self._iterations * PROGRESS_PARTS)
+                self._move(event.iteration)
                 self._seconds.append(event.metrics["seconds"])
                 left = (self._iterations - event.iteration) * sum(self._seconds) / len(self._seconds)
-                self._say(
-                    f"iteration {event.iteration}/{self._iterations}: reward {event.metrics['reward']:.4f}"
-                    f"{self._held_out}, {duration(left)} left"
-                )
+                self._outlook = f": reward {event.metrics['reward']:.4f}{self._held_out}, {duration(left)} left"
+                self._say(f"{self._where(event.iteration - 1)}done{self._outlook}")
             case Warned():
                 self._say(event.message)
+
+    def _where(self, iteration: int) -> str:
+        return f"iteration {min(iteration + 1, self._iterations)}/{self._iterations}, "
+
+    def _move(self, iterations: float, preview: tuple | None = None) -> None:
+        self._value = max(self._value, round(iterations * PROGRESS_PARTS))
+        self._bar.update_absolute(self._value, self._iterations * PROGRESS_PARTS, preview)
 
     def _say(self, text: str) -> None:
         server = getattr(PromptServer, "instance", None)
         if server is not None and self._node_id is not None:
             server.send_progress_text(text, self._node_id)
 
-    def _show(self, images: torch.Tensor, iteration: int, always: bool = False) -> None:
+    def _show(self, images: torch.Tensor, always: bool = False) -> None:
         """A plain contact sheet as the node's preview; at most one a second, since it is made on the training thread."""
         now = time.monotonic()
-        if not always and now - self._last_preview < PREVIEW_SECONDS:
-            return
-        self._last_preview = now
-        preview = ("JPEG", contact_sheet(images), PREVIEW_PIXELS)
-        self._bar.update_absolute(
-            min(iteration, self._iterations) * PROGRESS_PARTS, self._iterations * PROGRESS_PARTS, preview
-        )
+        if always or now - self._last_preview >= PREVIEW_SECONDS:
+            self._last_preview = now
+            self._move(0, ("JPEG", contact_sheet(images), PREVIEW_PIXELS))
 
 
 def contact_sheet(images: torch.Tensor):

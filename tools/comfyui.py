@@ -327,9 +327,15 @@ class ComfyServer:
         """Queue an API-format prompt; returns its id.
 
         Raises:
-            ComfyError: the prompt is not valid; names each node, input and reason.
+            ComfyError: the prompt is not valid; names each node, input and reason. ComfyUI runs a prompt without the
+                outputs that have errors; here it is taken back instead.
         """
-        return self.post("/prompt", {"prompt": prompt, "client_id": self.client_id})["prompt_id"]
+        answer = self.post("/prompt", {"prompt": prompt, "client_id": self.client_id})
+        if answer.get("node_errors"):
+            self.post("/queue", {"delete": [answer["prompt_id"]]})
+            self.interrupt()
+            raise ComfyError("\n".join(_node_errors(answer)))
+        return answer["prompt_id"]
 
     def history(self, prompt_id: str) -> dict | None:
         """The history entry of a prompt (``outputs``, ``status``), or None while it waits or runs."""
@@ -425,10 +431,15 @@ def _explain(answer: str) -> str:
     """The readable part of ComfyUI's refusal of a prompt; the answer itself when it is something else."""
     try:
         refusal = json.loads(answer)
-        lines = [refusal["error"]["message"]]
-        for node_id, problem in (refusal.get("node_errors") or {}).items():
-            for error in problem["errors"]:
-                lines.append(f"node {node_id} ({problem['class_type']}): {error['message']}: {error['details']}")
+        lines = [refusal["error"]["message"], *_node_errors(refusal)]
     except (ValueError, KeyError, TypeError):
         return answer[:2000]
     return "\n".join(lines)
+
+
+def _node_errors(answer: dict) -> list[str]:
+    return [
+        f"node {node_id} ({problem['class_type']}): {error['message']}: {error['details']}"
+        for node_id, problem in (answer.get("node_errors") or {}).items()
+        for error in problem["errors"]
+    ]
