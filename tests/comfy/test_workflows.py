@@ -64,7 +64,11 @@ def schemas(mappings) -> dict[str, dict]:
                 read[name] = ("COMBO", {**options, "options": list(spec[0])})
             else:
                 read[name] = (str(spec[0]), options)
-        return {"inputs": read, "required": set(given.get("required", {})), "outputs": [str(t) for t in kind.RETURN_TYPES]}
+        return {
+            "inputs": read,
+            "required": set(given.get("required", {})),
+            "outputs": [str(t) for t in kind.RETURN_TYPES],
+        }
 
     used = {node["class_type"] for api in PAIRS.values() for node in read(API, api).values()}
     missing = used - mappings.keys()
@@ -119,7 +123,9 @@ def test_api_prompts_fit_the_schemas(schemas, name) -> None:
                 given = schemas[prompt[source]["class_type"]]["outputs"][slot]
                 assert links_match(given, kind), f"{where}.{input_name} wants {kind}, gets {given}"
             else:
-                assert is_widget(kind, options) and fits(kind, options, input_name, value), f"{where}.{input_name}: {value!r}"
+                assert is_widget(kind, options) and fits(kind, options, input_name, value), (
+                    f"{where}.{input_name}: {value!r}"
+                )
 
 
 @pytest.mark.parametrize("name, api", PAIRS.items())
@@ -144,7 +150,9 @@ def test_ui_form_gives_the_api_form(schemas, name, api) -> None:
         widgets = [n for n, (kind, options) in schema["inputs"].items() if is_widget(kind, options) and n not in inputs]
         values = node.get("widgets_values", [])
         extra = len(values) - len(widgets)
-        assert extra == 0 or 0 < extra <= len(FRONT_END_WIDGETS.get(node["type"], ())), f"{key} {node['type']}: {values}"
+        assert extra == 0 or 0 < extra <= len(FRONT_END_WIDGETS.get(node["type"], ())), (
+            f"{key} {node['type']}: {values}"
+        )
         inputs.update(zip(widgets, values))
         seen[key] = {"class_type": node["type"], "inputs": inputs}
         assert node["title"] == prompt[key]["_meta"]["title"]
@@ -176,4 +184,6 @@ def test_comfyui_accepts_the_demo_prompts(mappings, name) -> None:
     valid, error, outputs, node_errors = asyncio.run(execution.validate_prompt("test", prompt, None))
     assert valid, error
     assert not node_errors
-    assert set(outputs) == {key for key, n in prompt.items() if getattr(mappings[n["class_type"]], "OUTPUT_NODE", False)}
+    assert set(outputs) == {
+        key for key, n in prompt.items() if getattr(mappings[n["class_type"]], "OUTPUT_NODE", False)
+    }
