@@ -174,7 +174,8 @@ class Attachment:
             if torch.is_grad_enabled() and torch.is_tensor(x) and x.requires_grad:
                 y = FrozenLinear.apply(x, module, base, args, kwargs)
             else:
-                y = base(x, *args, **kwargs)
+                with torch.no_grad():  # before 0.31 ComfyUI left the weights themselves open to gradients
+                    y = base(x, *args, **kwargs)
             return adapter(x, y) if adapter is not None and lora.enabled else y
 
         return forward
@@ -441,16 +442,17 @@ class ComfyPolicy(Policy):
 
     @contextmanager
     def _normal_small_parameters(self) -> Iterator[None]:
-        """Norm scales and the like are saved for backward, which inference tensors cannot be; lend copies."""
+        """Norm scales and the like enter the graph: lend frozen copies of those that cannot, being inference tensors, or
+        would gather gradients, as before ComfyUI 0.31."""
         lent = []
         try:
             for module in self._diffusion_model.modules():
                 if is_linear(module):
                     continue
                 for name, parameter in list(module._parameters.items()):
-                    if parameter is not None and parameter.is_inference():
+                    if parameter is not None and (parameter.is_inference() or parameter.requires_grad):
                         lent.append((module, name, parameter))
-                        module._parameters[name] = nn.Parameter(parameter.clone(), requires_grad=False)
+                        module._parameters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
             yield
         finally:
             for module, name, parameter in lent:

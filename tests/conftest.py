@@ -17,6 +17,9 @@ TESTS = Path(__file__).resolve().parent
 NEEDS_COMFYUI = ("comfy", "browser")
 COMFYUI = find_comfyui()
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""For servers on tiny models: two threads that wait for each other on a busy machine cost more than they gain."""
+
 not_run: dict[Path, int] = {}
 
 
@@ -79,5 +82,7 @@ def comfy_path() -> Path:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
     """A running ComfyUI on the CPU with the pack linked in, shared by all tests of the session."""
     assert COMFYUI is not None, "tests that need ComfyUI belong in tests/comfy or tests/browser"
-    with ComfyServer(COMFYUI, base=tmp_path_factory.mktemp("comfyui"), cpu=True) as running:
+    with ComfyServer(
+        COMFYUI, base=tmp_path_factory.mktemp("comfyui"), cpu=True, environment=dict(ONE_THREAD)
+    ) as running:
         yield running
