@@ -171,11 +171,13 @@ class Attachment:
         base, lora = module.forward, self._lora
 
         def forward(x, *args, **kwargs):
-            if torch.is_grad_enabled() and torch.is_tensor(x) and x.requires_grad:
+            if not torch.is_grad_enabled():
+                y = base(x, *args, **kwargs)
+            elif torch.is_tensor(x) and x.requires_grad:
                 y = FrozenLinear.apply(x, module, base, args, kwargs)
-            else:
-                with torch.no_grad():  # before 0.31 ComfyUI left the weights themselves open to gradients
-                    y = base(x, *args, **kwargs)
+            else:  # before 0.31 ComfyUI left the weights themselves open to gradients
+                with torch.no_grad():
+                    y = base(x, *args, **kwargs).clone()  # blocks add in place, which a view made here would forbid
             return adapter(x, y) if adapter is not None and lora.enabled else y
 
         return forward

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,15 +65,11 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def comfy_path() -> Path:
-    """ComfyUI's folder, first on sys.path, and ComfyUI told to stay on the CPU: for tests that import it.
-
-    First, because this repository's ``nodes`` folder must not hide ComfyUI's ``nodes.py``.
-    """
+    """ComfyUI's folder, importable and told to stay on the CPU: for tests that import it."""
     assert COMFYUI is not None, "tests that need ComfyUI belong in tests/comfy or tests/browser"
-    sys.path.insert(0, str(COMFYUI))
-    from comfy.cli_args import args
+    from tests.comfy.pack import use_comfyui
 
-    args.cpu = True
+    use_comfyui(COMFYUI)
     return COMFYUI
 
 

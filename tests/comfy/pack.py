@@ -16,6 +16,8 @@ def use_comfyui(path: Path) -> None:
     """Put ComfyUI first on sys.path (this repository's ``nodes`` must not hide its nodes.py) and keep it on the CPU."""
     if str(path) not in sys.path:
         sys.path.insert(0, str(path))
+    # ComfyUI puts its comfy folder first on the path later on, where comfy/utils.py would hide this package.
+    import utils.install_util  # noqa: F401
     from comfy.cli_args import args
 
     args.cpu = True
