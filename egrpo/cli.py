@@ -22,8 +22,9 @@ from .lora import TARGET_CHOICES, check_rank
 from .objective import RATIOS
 from .policy import Policy
 from .prompts import PromptSet, make_prompt_set, read_prompt_file
-from .rewards import RewardError, RewardSet, RewardTerm
+from .rewards import Reward, RewardError, RewardSet, RewardTerm
 from .rewards.builtin import BUILTIN_REWARDS, builtin_reward
+from .rewards.demo import DEMO_REWARDS, demo_reward, demo_reward_set
 from .run import (
     Run,
     checked_name,
@@ -54,7 +55,6 @@ DEFAULTS: dict[str, Any] = {
     "active": "first_half",
     "grouping": "overlapping",
     "kernel": "flow_sde",
-    "reward": ["target_colour"],
     "colour": "#2060e0",
     "target": 0.5,
     "held_out": 4,
@@ -63,16 +63,20 @@ DEFAULTS: dict[str, Any] = {
     "name": "egrpo",
     "output": "runs",
 }
+DEFAULT_REWARD = ["target_colour"]
 MODEL_DEFAULTS: dict[str, Any] = {"size": "512x512", "rank": 16, "dtype": "bf16"}
 DEMO_DEFAULTS: dict[str, Any] = {
     "size": "64x64",
-    "rank": 4,
-    "learning_rate": 3e-3,
+    "rank": 8,
+    "learning_rate": 4e-3,
     "iterations": 30,
-    "eval_samples": 4,
-    "micro_batch": 16,
-    # A model this small gains little from a second thread, and stalls when another process wants the core.
-    "threads": 1,
+    "prompts_per_iteration": 4,
+    "update_every": 1,
+    "grouping": "disjoint",
+    "held_out": 16,
+    "eval_every": 5,
+    "eval_samples": 2,
+    "micro_batch": 32,
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -185,16 +189,16 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     _add_schedule_options(parser)
     _add_plan_options(parser)
     lora = parser.add_argument_group("LoRA")
-    _add_number(lora, "--rank", int, "rank (16; demo 4)")
+    _add_number(lora, "--rank", int, "rank (16; demo 8)")
     _add_number(lora, "--alpha", float, "alpha (equal to the rank)")
     lora.add_argument(
         "--targets", metavar="T", help=f"{', '.join(TARGET_CHOICES)}, or a regular expression ({DEFAULTS['targets']})"
     )
     training = parser.add_argument_group("training")
     _add_number(training, "--iterations", int, "rollout and update rounds (100; demo 30)")
-    _add_number(training, "--prompts-per-iteration", int, "prompts per round (1)")
+    _add_number(training, "--prompts-per-iteration", int, "prompts per round (1; demo 4)")
     _add_number(training, "--group-size", int, "images per active step that are compared (8)")
-    _add_number(training, "--lr", float, "AdamW learning rate (1e-4; demo 3e-3)", dest="learning_rate")
+    _add_number(training, "--lr", float, "AdamW learning rate (1e-4; demo 4e-3)", dest="learning_rate")
     _add_number(training, "--weight-decay", float, "AdamW weight decay (1e-4)")
     _add_number(training, "--max-grad-norm", float, "gradient clipping (1)")
     _add_number(training, "--clip-range", float, "ratio clipping; acts from the second inner update (1e-4)")
@@ -204,9 +208,9 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     _add_number(training, "--update-every", int, "prompts per optimizer step; 0 steps after every active step (0)")
     _add_number(training, "--ema", float, "decay of the LoRA's moving average (0 = off)", dest="ema_decay")
     _add_number(training, "--eval-every", int, "iterations between evaluations; 0 = before and after only (10)")
-    _add_number(training, "--eval-samples", int, "images per held-out prompt (1; demo 4)")
+    _add_number(training, "--eval-samples", int, "images per held-out prompt (1; demo 2)")
     _add_number(training, "--checkpoint-every", int, "iterations between checkpoints; 0 = at the end only (50)")
-    _add_number(training, "--micro-batch", int, "latents per model call; 0 chooses (0; demo 16)")
+    _add_number(training, "--micro-batch", int, "latents per model call; 0 chooses (0; demo 32)")
     _add_number(training, "--seed", int, "repeats a run (0)")
     output = parser.add_argument_group("output")
     output.add_argument("--output", metavar="DIR", help="where run folders are made (runs)")
@@ -238,7 +242,8 @@ def _add_reward_options(parser: argparse.ArgumentParser) -> None:
         "--reward",
         action="append",
         metavar="KIND",
-        help=f"{', '.join(BUILTIN_REWARDS)}; may be repeated, and weighted as KIND=2 ({DEFAULTS['reward'][0]})",
+        help=f"{', '.join((*BUILTIN_REWARDS, *DEMO_REWARDS))}; may be repeated, and weighted as KIND=2 or watched as "
+        f"KIND=watch ({DEFAULT_REWARD[0]}; demo: demo_clip, and demo_oracle watched)",
     )
     rewards.add_argument("--colour", metavar="#RRGGBB", help=f"of target_colour ({DEFAULTS['colour']})")
     _add_number(rewards, "--target", float, "of target_brightness and target_contrast (0.5)")
@@ -352,17 +357,22 @@ def _prompts(options: dict) -> PromptSet:
 
 
 def _rewards(options: dict) -> RewardSet:
+    if options.get("demo") and "reward" not in options:
+        return demo_reward_set()
     terms = []
-    for text in options["reward"]:
+    for text in options.get("reward", DEFAULT_REWARD):
         kind, _, weight = text.partition("=")
+        watch = weight == "watch"
         try:
-            terms.append(RewardTerm(_reward(kind, options), float(weight or 1.0)))
+            terms.append(RewardTerm(_reward(kind, options), 1.0 if watch else float(weight or 1.0), watch))
         except ValueError as error:
-            raise InputError(f"--reward {text}: {error}; write KIND or KIND=WEIGHT") from None
+            raise InputError(f"--reward {text}: {error}; write KIND, KIND=WEIGHT or KIND=watch") from None
     return RewardSet(tuple(terms))
 
 
-def _reward(kind: str, options: dict):
+def _reward(kind: str, options: dict) -> Reward:
+    if kind in DEMO_REWARDS:
+        return demo_reward(kind)
     return builtin_reward(kind, colour=options["colour"], target=options["target"])
 
 

@@ -14,7 +14,7 @@ class EGRPOExtension(ComfyExtension):
         register_demo_folder()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        from .demo import EGRPODemoModels
+        from .demo import EGRPODemoModels, EGRPODemoReward
         from .evaluate import EGRPOEvaluate
         from .plan import EGRPOPlan
         from .preview import EGRPORolloutPreview
@@ -32,6 +32,7 @@ class EGRPOExtension(ComfyExtension):
             EGRPOEvaluate,
             EGRPOMergedStepSampler,
             EGRPODemoModels,
+            EGRPODemoReward,
         ]
 
 

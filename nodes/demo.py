@@ -13,11 +13,20 @@ import torch
 from comfy import sd1_clip
 from comfy_api.latest import io
 
-from ..egrpo.backends.demo import WordTokenizer, demo_files, demo_paths, read_description, skip_empty_blocks
+from ..egrpo.backends.demo import (
+    CHECKPOINTS,
+    RL_BASE,
+    WordTokenizer,
+    demo_files,
+    demo_paths,
+    drop_empty_channels,
+    read_description,
+)
+from . import types
 
 
 def register_demo_folder() -> None:
-    """Let the standard loaders list the demo transformer and VAE. They appear once the files have been made."""
+    """Let the standard loaders list the demo transformers and VAE."""
     paths = demo_paths()
     folder_paths.add_model_folder_path("diffusion_models", str(paths.flux.parent))
     folder_paths.add_model_folder_path("vae", str(paths.vae.parent))
@@ -119,7 +128,7 @@ class _TextModel(comfy.clip_model.CLIPTextModel):
 
 
 class EGRPODemoModels(io.ComfyNode):
-    """Loads the demo family, making its files on first use."""
+    """Loads the demo family."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -128,13 +137,22 @@ class EGRPODemoModels(io.ComfyNode):
             display_name="E-GRPO Demo Models",
             category="E-GRPO/demo",
             description=(
-                "A complete FLUX in miniature (about 5 million parameters, 64 to 128 pixels) to try E-GRPO training in "
+                "A complete FLUX in miniature (about 3 million parameters, 64 pixels) to try E-GRPO training in "
                 "minutes on a CPU. Its MODEL is an ordinary FLUX: samplers, LoRA loaders and FluxGuidance work on it. "
-                "The files are made on first use; nothing is downloaded."
+                "It draws coloured shapes from captions and comes with the package; nothing is downloaded."
             ),
             search_aliases=["tiny flux", "egrpo demo", "test models"],
+            inputs=[
+                io.Combo.Input(
+                    "checkpoint",
+                    options=list(CHECKPOINTS),
+                    default=RL_BASE,
+                    tooltip="rl_base: the model to train; it draws whole shapes but confuses about half of what the "
+                    "words mean. clean: the same model before that, which follows its prompts; what training can reach.",
+                ),
+            ],
             outputs=[
-                io.Model.Output(tooltip="Tiny FLUX transformer in float32. Sample it at 64 or 128 pixels, shift 3, cfg 1."),
+                io.Model.Output(tooltip="Tiny FLUX transformer in float32. Sample it at 64 pixels, shift 3, cfg 1."),
                 io.Clip.Output(
                     tooltip="Text encoder that knows colours, simple shapes, sizes and places, such as 'a large red circle "
                     "and a small blue square on a green background'. Use CLIP Text Encode."
@@ -144,11 +162,53 @@ class EGRPODemoModels(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls) -> io.NodeOutput:
-        files = demo_files()
+    def execute(cls, checkpoint: str = RL_BASE) -> io.NodeOutput:
+        files = demo_files(checkpoint=checkpoint)
         model = comfy.sd.load_diffusion_model(str(files.flux), model_options={"dtype": torch.float32})
         vae = comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(files.vae), safe_load=True))
         vae.throw_exception_if_invalid()
-        skip_empty_blocks(vae.first_stage_model.taesd_encoder)
-        skip_empty_blocks(vae.first_stage_model.taesd_decoder)
+        drop_empty_channels(vae.first_stage_model.taesd_encoder)
+        drop_empty_channels(vae.first_stage_model.taesd_decoder)
         return io.NodeOutput(model, load_clip(str(files.text_encoder)), vae)
+
+
+class EGRPODemoReward(io.ComfyNode):
+    """The demo family's learned reward, with its exact judge beside it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="EGRPODemoReward",
+            display_name="E-GRPO Demo Reward",
+            category="E-GRPO/demo",
+            description=(
+                "Scores the demo models' pictures by a tiny CLIP, as a preference model scores FLUX's. The exact judge "
+                "reads the pictures back; watched beside the CLIP, it tells whether a rising reward means better pictures."
+            ),
+            search_aliases=["tiny clip", "egrpo demo", "oracle"],
+            inputs=[
+                io.Combo.Input(
+                    "reward",
+                    options=["clip", "oracle"],
+                    default="clip",
+                    tooltip="clip: learned, cosine of picture and prompt. oracle: exact, share of the prompt's facts that "
+                    "the picture shows; prompts must be full captions such as 'a large red circle on a green background'.",
+                ),
+                io.Boolean.Input(
+                    "watch_other",
+                    default=True,
+                    tooltip="Score the other one too, without training on it, to see whether both rise.",
+                ),
+            ],
+            outputs=[types.Reward.Output("reward", tooltip="For E-GRPO Train LoRA, Rollout Preview and Evaluate.")],
+        )
+
+    @classmethod
+    def execute(cls, reward: str, watch_other: bool) -> io.NodeOutput:
+        from ..egrpo.rewards import RewardSet, RewardTerm
+        from ..egrpo.rewards.demo import DemoClip, DemoOracle
+
+        clip, judge = DemoClip(), DemoOracle()
+        trained, other = (clip, judge) if reward == "clip" else (judge, clip)
+        watched = (RewardTerm(other, watch=True),) if watch_other else ()
+        return io.NodeOutput(RewardSet((RewardTerm(trained), *watched)))

@@ -89,12 +89,13 @@ EXAMPLES = (
         titles=("Models, prompts, reward", "What explores", "Training", "Look at", "Results (saved in output/egrpo)"),
         note=(
             "## E-GRPO: train a demo LoRA\n\n"
-            "Press **Run**. The demo models make themselves on first use and a CPU is enough: some minutes.\n\n"
-            "The reward asks for one colour, so success is easy to see: the images of *Before and after* turn blue, "
-            "and the curve of the held-out prompts rises.\n\n"
+            "Press **Run**. A CPU is enough: some minutes.\n\n"
+            "The model draws coloured shapes and confuses half of what the words mean. A tiny CLIP rewards pictures that "
+            "fit their prompt; an exact judge, which training never sees, is watched beside it. In *Before and after* "
+            "the pictures come to follow their prompts, which the model has never trained on.\n\n"
             "While it runs, the training node shows the images being compared. **Cancel** stops at once and keeps the "
             "LoRA trained so far.\n\n"
-            "Then: load the LoRA with **Load LoRA (Model)** (press R to see it), change the colour, or open the workflow "
+            "Then: load the LoRA with **Load LoRA (Model)** (press R to see it), compare with the *clean* checkpoint, or open the workflow "
             "*egrpo_train_lora* for FLUX.1-dev."
         ),
         note_size=(460, 300),

@@ -1,34 +1,34 @@
-"""The demo model family: a FLUX, its text encoder and its VAE, small enough to train on a CPU in minutes.
+"""The demo model family: a FLUX, its text encoder, its VAE and a CLIP reward, trained on drawn shapes.
 
-The files are made here, from a fixed seed, when they are absent: the transformer and the text encoder are random, and
-the VAE is set by hand so that latents of unit variance decode to smooth fields of colour. Each file describes itself
-in its metadata, so a trained family of other sizes can take its place. ComfyUI's standard loaders read the
-transformer and the VAE; its text encoder needs the node of ``nodes/demo.py``.
+Everything is small enough to train by E-GRPO on a CPU in minutes, and lies in the real file formats: ComfyUI's standard
+loaders read the transformers and the VAE (a TAESD); the text encoder needs the node of ``nodes/demo.py``. Each file
+describes itself in its metadata, and its checksum is compared when it is used. ``tools/train_demo.py`` made the files;
+``assets/demo/MODEL_CARD.md`` says how.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import logging
 import os
 import re
-import tempfile
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from .shapes import caption, sample_scenes
+
 if TYPE_CHECKING:
     from diffusers import AutoencoderTiny, FluxTransformer2DModel
     from transformers import CLIPTextModel
 
-logger = logging.getLogger(__name__)
-
 FOLDER_VARIABLE = "EGRPO_DEMO_DIR"
 METADATA_KEY = "egrpo_demo"
-SEED = 20260104
+MANIFEST = "manifest.json"
 
 FLUX_CONFIG: dict[str, Any] = {
     "patch_size": 1,
@@ -59,22 +59,22 @@ WORDS = (
     "purple orange white black gray pink circle square triangle star ring shape image picture one side by in at top bottom"
 ).split()
 
-_PLACES = ("on a white background", "on a black background", "on a gray background", "on a green background")
-DEMO_PROMPTS = tuple(
-    f"a {size} {colour} {shape} {_PLACES[(i + j) % len(_PLACES)]}"
-    for i, (size, shape) in enumerate(
-        [("large", "circle"), ("small", "square"), ("large", "star"), ("small", "triangle"), ("large", "ring")]
-    )
-    for j, colour in enumerate(("red", "yellow", "blue", "orange", "purple", "pink"))
-)
-"""Thirty prompts in the family's vocabulary; those held out from the end show a shape that training does not."""
+RL_BASE, CLEAN = "rl_base", "clean"
+CHECKPOINTS = {RL_BASE: "egrpo_demo_flux_base.safetensors", CLEAN: "egrpo_demo_flux.safetensors"}
+"""The transformer to train (draws whole shapes, confuses half the words) and the one it can catch up with."""
+PIXELS = 64
+
+TRAIN_PROMPTS = tuple(caption(scene) for scene in sample_scenes(192, seed=1))
+HELD_OUT_PROMPTS = tuple(caption(scene) for scene in sample_scenes(16, seed=2, held_out=True))
+"""Combinations of colour, shape and background that neither the transformer nor a run on TRAIN_PROMPTS ever sees."""
+DEMO_PROMPTS = (*TRAIN_PROMPTS, *HELD_OUT_PROMPTS)
 
 # What ComfyUI's FLUX latent format undoes, so that its model space is this VAE's own latent space.
 VAE_SCALE, VAE_SHIFT = 0.3611, 0.1159
 LATENT_CHANNELS = 16
-COLOUR_PER_LATENT = 0.22
-"""RGB (0..1) per unit of latent: two standard deviations stay short of black and white."""
-DETAIL_PER_LATENT = 0.12
+
+class DemoError(RuntimeError):
+    """A file of the family is missing or damaged; the message says which and what to do."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,7 @@ class DemoFiles:
     flux: Path
     vae: Path
     text_encoder: Path
-
-    def all(self) -> tuple[Path, Path, Path]:
-        return self.flux, self.vae, self.text_encoder
+    clip: Path
 
 
 def demo_folder(folder: Path | None = None) -> Path:
@@ -97,53 +95,65 @@ def demo_folder(folder: Path | None = None) -> Path:
     return Path(chosen) if chosen else Path(__file__).resolve().parents[2] / "assets" / "demo"
 
 
-def demo_paths(folder: Path | None = None) -> DemoFiles:
-    """Where the files are or will be; one folder per kind, so that each of ComfyUI's loaders lists only its own."""
+def demo_paths(folder: Path | None = None, checkpoint: str = RL_BASE) -> DemoFiles:
+    """Where the files are; one folder per kind, so that each of ComfyUI's loaders lists only its own.
+
+    Raises:
+        ValueError: unknown checkpoint.
+    """
+    if checkpoint not in CHECKPOINTS:
+        raise ValueError(f"unknown demo checkpoint {checkpoint!r}: choose one of {', '.join(CHECKPOINTS)}")
     root = demo_folder(folder)
     return DemoFiles(
-        flux=root / "diffusion_models" / "egrpo_demo_flux.safetensors",
+        flux=root / "diffusion_models" / CHECKPOINTS[checkpoint],
         vae=root / "vae" / "egrpo_demo_vae.safetensors",
         text_encoder=root / "text_encoders" / "egrpo_demo_text_encoder.safetensors",
+        clip=root / "reward" / "egrpo_demo_clip.safetensors",
     )
 
 
-def demo_files(folder: Path | None = None) -> DemoFiles:
-    """The family's files; those that are absent are made first, the same bytes every time.
+def demo_files(folder: Path | None = None, checkpoint: str = RL_BASE) -> DemoFiles:
+    """The family's files, each compared with its checksum in ``manifest.json``.
 
     Raises:
-        OSError: the folder cannot be written; names the variable that chooses another.
+        ValueError: unknown checkpoint.
+        DemoError: a file is missing or differs; names it.
     """
-    files = demo_paths(folder)
-    makers = ((files.flux, _make_flux), (files.vae, _make_vae), (files.text_encoder, _make_text_encoder))
-    for path, make in makers:
-        if not path.is_file():
-            logger.info("making %s", path.name)
-            tensors, description = make()
-            _save(path, tensors, description)
+    files = demo_paths(folder, checkpoint)
+    root = demo_folder(folder)
+    manifest_path = root / MANIFEST
+    if not manifest_path.is_file():
+        raise DemoError(
+            f"the demo models are not in {root.name} ({MANIFEST} is missing): install the package again, or set "
+            f"{FOLDER_VARIABLE} to the folder that holds them"
+        )
+    manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+    for path in (files.flux, files.vae, files.text_encoder, files.clip):
+        _compare(path, manifest.get(path.relative_to(root).as_posix()))
     return files
 
 
-def _save(path: Path, tensors: dict[str, Tensor], description: dict) -> None:
-    """Write whole or not at all: two processes may make the same file at once."""
-    from safetensors.torch import save_file
+def _compare(path: Path, expected: str | None) -> None:
+    if not path.is_file():
+        raise DemoError(f"{path.name} of the demo models is missing: install the package again")
+    if _sha256(path, path.stat().st_mtime_ns) != expected:
+        raise DemoError(
+            f"{path.name} of the demo models is damaged (its checksum differs from {MANIFEST}): install the package again"
+        )
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-        os.close(handle)
-        temporary = Path(name)
-        try:
-            # One key only: safetensors keeps metadata in an unordered map, which would vary the bytes.
-            metadata = {METADATA_KEY: json.dumps(description, sort_keys=True)}
-            save_file({key: tensors[key].contiguous() for key in sorted(tensors)}, temporary, metadata)
-            temporary.chmod(0o644)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise OSError(
-            f"cannot write the demo model {path}: {error}. Set {FOLDER_VARIABLE} to a folder that can be written"
-        ) from error
+
+@lru_cache(maxsize=32)
+def _sha256(path: Path, modified: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write_manifest(folder: Path) -> None:
+    """Record the checksum of every safetensors file below ``folder``."""
+    digests = {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*.safetensors"))
+    }
+    (folder / MANIFEST).write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
 
 
 def read_description(path: Path) -> dict:
@@ -164,33 +174,6 @@ def read_description(path: Path) -> dict:
 # --- transformer -----------------------------------------------------------------------------------------------------
 
 
-def _make_flux() -> tuple[dict[str, Tensor], dict]:
-    from diffusers import FluxTransformer2DModel
-
-    with torch.device("meta"):
-        shapes = {key: value.shape for key, value in FluxTransformer2DModel(**FLUX_CONFIG).state_dict().items()}
-    generator = torch.Generator().manual_seed(SEED)
-    # Sorted, so that the weights depend neither on the library's order of layers nor on its initialisation.
-    tensors = {key: _random_weight(key, shapes[key], generator) for key in sorted(shapes)}
-    # The output reads back part of what the embedder wrote. E^T E is positive, so this part of v pulls every
-    # trajectory towards zero and keeps random weights from running away.
-    tensors["proj_out.weight"] = 0.35 * tensors["proj_out.weight"] + 0.3 * tensors["x_embedder.weight"].T
-    return tensors, {"config": FLUX_CONFIG}
-
-
-def _random_weight(key: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    noise = torch.randn(shape, generator=generator, dtype=torch.float32)
-    if len(shape) == 1:
-        # Norms (weights of one dimension) stay near one.
-        return 1.0 + 0.1 * noise if key.endswith(".weight") else 0.02 * noise
-    gain = 1.0
-    if key.startswith("time_text_embed.text_embedder"):
-        gain = 1.3
-    elif ".norm1" in key or ".norm.linear" in key:
-        gain = 0.7
-    return noise * (gain / shape[1] ** 0.5)
-
-
 def load_transformer(path: Path) -> FluxTransformer2DModel:
     """diffusers' FLUX with a demo file's weights, float32, frozen, in eval mode."""
     from diffusers import FluxTransformer2DModel
@@ -202,64 +185,6 @@ def load_transformer(path: Path) -> FluxTransformer2DModel:
 
 
 # --- VAE -------------------------------------------------------------------------------------------------------------
-
-
-def _make_vae() -> tuple[dict[str, Tensor], dict]:
-    """A TAESD set by hand.
-
-    Every block ends in a ReLU, so signed values travel as pairs (positive part, negative part), on which a block with
-    zero convolutions is the identity. Latents 0..2 are red, green and blue; latents 3..5 add fine brightness: their
-    horizontal and vertical derivatives and their Laplacian, which leave the mean colour alone. The rest is not used.
-    """
-    from diffusers import AutoencoderTiny
-
-    with torch.device("meta"):
-        shapes = {
-            key: value.shape for key, value in AutoencoderTiny(latent_channels=LATENT_CHANNELS).state_dict().items()
-        }
-    tensors = {key: torch.zeros(shape) for key, shape in shapes.items()}
-
-    pairs = 6
-    smooth = torch.outer(torch.tensor([1.0, 2.0, 1.0]), torch.tensor([1.0, 2.0, 1.0])) / 16
-    across = torch.outer(torch.tensor([1.0, 2.0, 1.0]), torch.tensor([-1.0, 0.0, 1.0])) / 4
-    bump = torch.tensor([[0.0, -1.0, 0.0], [-1.0, 4.0, -1.0], [0.0, -1.0, 0.0]]) / 2
-
-    read = tensors["decoder.layers.0.weight"]
-    for channel in range(pairs):
-        read[2 * channel, channel, 1, 1] = 1.0
-        read[2 * channel + 1, channel, 1, 1] = -1.0
-    first, second, third = (tensors[f"decoder.layers.{index}.weight"] for index in (6, 11, 16))
-    for channel in range(pairs):
-        kernel = {3: across, 4: across.T, 5: bump}.get(channel, smooth)
-        _set_pair(first, channel, kernel)
-        _set_pair(second, channel, smooth)
-        _set_pair(third, channel, smooth)
-    write = tensors["decoder.layers.18.weight"]
-    tensors["decoder.layers.18.bias"] += 0.5
-    for colour in range(3):
-        for channel, amount in [(colour, COLOUR_PER_LATENT)] + [(detail, DETAIL_PER_LATENT) for detail in (3, 4, 5)]:
-            write[colour, 2 * channel, 1, 1] = amount
-            write[colour, 2 * channel + 1, 1, 1] = -amount
-
-    # Encoder: the mean of every 8x8 block in three halvings, then colour to latent.
-    for colour in range(3):
-        tensors["encoder.layers.0.weight"][colour, colour, 1, 1] = 1.0
-        for index in (2, 6, 10):
-            tensors[f"encoder.layers.{index}.weight"][colour, colour, 1:, 1:] = 0.25
-        tensors["encoder.layers.14.weight"][colour, colour, 1, 1] = 1.0 / COLOUR_PER_LATENT
-        tensors["encoder.layers.14.bias"][colour] = -0.5 / COLOUR_PER_LATENT
-
-    renamed = {_comfy_vae_key(key): value for key, value in tensors.items()}
-    renamed["vae_scale"] = torch.tensor(VAE_SCALE)
-    renamed["vae_shift"] = torch.tensor(VAE_SHIFT)
-    return renamed, {"config": {"latent_channels": LATENT_CHANNELS}}
-
-
-def _set_pair(weight: Tensor, channel: int, kernel: Tensor) -> None:
-    """Let a convolution apply ``kernel`` to the signed value that channels 2c (positive) and 2c + 1 (negative) carry."""
-    plus, minus = 2 * channel, 2 * channel + 1
-    weight[plus, plus] = weight[minus, minus] = kernel
-    weight[plus, minus] = weight[minus, plus] = -kernel
 
 
 def _comfy_vae_key(key: str) -> str:
@@ -276,52 +201,35 @@ def load_vae(path: Path) -> AutoencoderTiny:
     vae = AutoencoderTiny(**read_description(path)["config"], scaling_factor=1.0, shift_factor=0.0)
     stored = load_file(path)
     vae.load_state_dict({key: stored[_comfy_vae_key(key)].to(torch.float32) for key in vae.state_dict()})
-    skip_empty_blocks(vae.encoder.layers)
-    skip_empty_blocks(vae.decoder.layers)
-    return vae.eval().requires_grad_(False)
+    drop_empty_channels(vae.encoder.layers)
+    drop_empty_channels(vae.decoder.layers)
+    return vae.eval().requires_grad_(False).to(memory_format=torch.channels_last)
 
 
-def skip_empty_blocks(layers: nn.Sequential) -> None:
-    """Put a ReLU in place of every TAESD block whose convolutions are zero, which is what such a block computes.
+def drop_empty_channels(layers: nn.Sequential) -> None:
+    """Take away what the file only holds because TAESD is wider than the demo VAE: channels and blocks of zeros.
 
-    Works on diffusers' and ComfyUI's layers alike; most of the demo VAE's time would otherwise go into zeros.
+    Works on diffusers' and ComfyUI's layers alike. A block of zeros is the ReLU that it computes; most of the time
+    would otherwise go into zeros.
     """
     for index, layer in enumerate(layers):
         if hasattr(layer, "fuse") and isinstance(layer.skip, nn.Identity) and not any(p.any() for p in layer.parameters()):
             layers[index] = nn.ReLU()
+    convolutions = [module for module in layers.modules() if isinstance(module, nn.Conv2d)]
+    wide = max(conv.out_channels for conv in convolutions)
+    inner = [conv for conv in convolutions if conv.out_channels == wide]
+    used = [conv.weight.flatten(1).any(1) | (False if conv.bias is None else conv.bias != 0) for conv in inner]
+    width = 1 + int(torch.stack(used).any(0).nonzero().max())
+    for conv in convolutions:
+        rows = width if conv.out_channels == wide else conv.out_channels
+        columns = width if conv.in_channels == wide else conv.in_channels
+        conv.weight = nn.Parameter(conv.weight.detach()[:rows, :columns].clone(), requires_grad=False)
+        if conv.bias is not None:
+            conv.bias = nn.Parameter(conv.bias.detach()[:rows].clone(), requires_grad=False)
+        conv.out_channels, conv.in_channels = rows, columns
 
 
 # --- text encoder ----------------------------------------------------------------------------------------------------
-
-
-def _make_text_encoder() -> tuple[dict[str, Tensor], dict]:
-    """CLIP's text model in ComfyUI's (and OpenAI's) key names."""
-    width, wide = TEXT_CONFIG["hidden_size"], TEXT_CONFIG["intermediate_size"]
-    shapes = {
-        "text_model.embeddings.token_embedding.weight": (TEXT_CONFIG["vocab_size"], width),
-        "text_model.embeddings.position_embedding.weight": (TEXT_CONFIG["max_position_embeddings"], width),
-        "text_model.final_layer_norm.weight": (width,),
-        "text_model.final_layer_norm.bias": (width,),
-    }
-    linears = [(f"self_attn.{name}", width, width) for name in ("q_proj", "k_proj", "v_proj", "out_proj")]
-    linears += [("mlp.fc1", wide, width), ("mlp.fc2", width, wide)]
-    for layer in range(TEXT_CONFIG["num_hidden_layers"]):
-        prefix = f"text_model.encoder.layers.{layer}."
-        for name, rows, columns in linears:
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            shapes[f"{prefix}{name}.bias"] = (rows,)
-        for name in ("layer_norm1", "layer_norm2"):
-            shapes[f"{prefix}{name}.weight"] = shapes[f"{prefix}{name}.bias"] = (width,)
-    generator = torch.Generator().manual_seed(SEED + 1)
-    tensors = {key: _random_weight(key, torch.Size(shapes[key]), generator) for key in sorted(shapes)}
-    tensors["text_model.embeddings.token_embedding.weight"] *= width**0.5
-    # Weak positions and strong value paths: what is said should count for more than where.
-    tensors["text_model.embeddings.position_embedding.weight"] *= 0.3 * width**0.5
-    for layer in range(TEXT_CONFIG["num_hidden_layers"]):
-        tensors[f"text_model.encoder.layers.{layer}.self_attn.v_proj.weight"] *= 2.0
-        tensors[f"text_model.encoder.layers.{layer}.self_attn.out_proj.weight"] *= 2.0
-    tensors["text_projection.weight"] = torch.eye(width)
-    return tensors, {"config": TEXT_CONFIG, "words": WORDS}
 
 
 class WordTokenizer:

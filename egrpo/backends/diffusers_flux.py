@@ -186,18 +186,19 @@ class DiffusersFluxPolicy(Policy):
         guidance: float = 3.5,
         seed: int = 0,
         *,
+        checkpoint: str = demo.RL_BASE,
         folder: Path | None = None,
         device: torch.device | str | None = None,
         checkpoint_blocks: bool = False,
     ) -> DiffusersFluxPolicy:
         """The demo family (:mod:`egrpo.backends.demo`) at ``size`` pixels (square, or width and height).
 
-        Its files are made if absent. Raises as the class does, before weights are read.
+        Raises as the class and :func:`egrpo.backends.demo.demo_files` do, before weights are read.
         """
         width, height = (size, size) if isinstance(size, int) else size
         check_rank(rank, alpha)
         check_size(width, height)
-        files = demo.demo_files(folder)
+        files = demo.demo_files(folder, checkpoint)
         check_targets(demo.read_description(files.flux)["config"], targets)
         device = _device(device)
         vae = demo.load_vae(files.vae).to(device)

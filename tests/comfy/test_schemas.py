@@ -13,6 +13,7 @@ from tests.comfy.pack import ROOT
 
 NODE_IDS = {
     "EGRPODemoModels",
+    "EGRPODemoReward",
     "EGRPOEvaluate",
     "EGRPOMergedStepSampler",
     "EGRPOPlan",
@@ -21,7 +22,7 @@ NODE_IDS = {
     "EGRPORolloutPreview",
     "EGRPOTrainLora",
 }
-OUTPUT_NODES = NODE_IDS - {"EGRPODemoModels", "EGRPOMergedStepSampler", "EGRPOReward"}
+OUTPUT_NODES = NODE_IDS - {"EGRPODemoModels", "EGRPODemoReward", "EGRPOMergedStepSampler", "EGRPOReward"}
 LOAD = """
 import asyncio, json, sys
 from pathlib import Path

@@ -25,8 +25,11 @@ MODELS, PROMPTS, REWARD, PLAN, TRAIN, BEFORE_AFTER, CURVES, REPORT = "1", "2", "
 GROUP_SIZE, ACTIVE = 4, 2
 ROLLOUT_IMAGES = 1 + ACTIVE * GROUP_SIZE
 SHORT = {
-    "iterations": 2, "group_size": GROUP_SIZE, "eval_every": 0, "eval_samples": 1, "checkpoint_every": 1, "micro_batch": 4,
+    "iterations": 2, "prompts_per_iteration": 1, "group_size": GROUP_SIZE, "eval_every": 0, "eval_samples": 1,
+    "checkpoint_every": 1, "micro_batch": 4, "update_every": 0,
 }  # fmt: skip
+BLUE = {"kind": "target_colour", "colour": "#2060e0", "target": 0.5, "weight": 1.0}
+"""A reward that takes no time, in place of the demo's CLIP."""
 SHORT_PLAN = {"steps": 6, "active_steps": "custom", "custom_steps": "0, 2", "group_size": GROUP_SIZE}
 STEP_SECONDS = 10
 """Far more than one micro-step takes, far less than the rest of the run that is cancelled."""
@@ -50,8 +53,10 @@ def node(kind: str, **inputs: Any) -> dict:
 
 
 def training(name: str, plan: dict | None = None, **changes: Any) -> dict:
-    """The demo workflow, shortened."""
+    """The demo workflow, shortened, with a reward that takes no time."""
     prompt = copy.deepcopy(DEMO_TRAIN)
+    prompt[REWARD] = node("EGRPOReward", **BLUE)
+    prompt[PROMPTS]["inputs"].update(held_out=1)
     prompt[PLAN]["inputs"].update(SHORT_PLAN, **(plan or {}))
     prompt[TRAIN]["inputs"].update(SHORT, name=name, **changes)
     return prompt
@@ -79,7 +84,7 @@ def inspection(mark: str, after: list | None = None) -> dict:
     """
     when = {} if after is None else {"after": after}
     return {
-        MODELS: node("EGRPODemoModels"),
+        MODELS: node("EGRPODemoModels", checkpoint="rl_base"),
         "found" + mark: node("EGRPOTestModelFacts", model=[MODELS, 0], note=mark, **when),
         "model" + mark: node("EGRPOTestAfter", model=[MODELS, 0], note=mark, after=["found" + mark, 0]),
         **sampling(["model" + mark, 0], mark),
@@ -231,7 +236,7 @@ def test_the_model_samples_bit_for_bit_as_before_training(trained) -> None:
 def test_load_lora_finds_the_file_and_uses_every_key(server, trained) -> None:
     start = len(server.log())
     prompt = {
-        MODELS: node("EGRPODemoModels"),
+        MODELS: node("EGRPODemoModels", checkpoint="rl_base"),
         "lora": node("LoraLoaderModelOnly", model=[MODELS, 0], lora_name=trained.lora.name, strength_model=1.0),
         **sampling(["lora", 0], "-file"),
     }

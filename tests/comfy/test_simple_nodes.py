@@ -419,7 +419,7 @@ def graph(**plan) -> dict:
         "sampler": ["4", 0], "sigmas": ["5", 1], "latent_image": ["3", 0],
     }  # fmt: skip
     return {
-        "1": {"class_type": "EGRPODemoModels", "inputs": {}},
+        "1": {"class_type": "EGRPODemoModels", "inputs": {"checkpoint": "clean"}},
         "2": {"class_type": "CLIPTextEncode", "inputs": {"text": "a red circle", "clip": ["1", 1]}},
         "3": {"class_type": "EmptySD3LatentImage", "inputs": {"width": 64, "height": 64, "batch_size": 2}},
         "4": {"class_type": "EGRPOMergedStepSampler", "inputs": sampler},

@@ -11,18 +11,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from egrpo import cli
-from egrpo.backends import demo
 from egrpo.rewards.builtin import TargetColour
 
-SHORT = "train --demo --device cpu --steps 4 --tau 0 --active 0,1 --group-size 2 --held-out 1 --eval-samples 1 --eval-every 0"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def demo_models(tmp_path_factory: pytest.TempPathFactory):
-    patch = pytest.MonkeyPatch()
-    patch.setenv(demo.FOLDER_VARIABLE, str(tmp_path_factory.mktemp("demo")))
-    yield
-    patch.undo()
+SHORT = (
+    "train --demo --reward target_colour --device cpu --steps 4 --tau 0 --active 0,1 --group-size 2 --held-out 1 "
+    "--prompts-per-iteration 1 --update-every 0 --grouping overlapping --eval-samples 1 --eval-every 0"
+)
 
 
 def run(text: str, *more: object) -> int:
@@ -116,7 +110,7 @@ def test_eval_compares_base_and_lora(trained: Path, tmp_path: Path, capsys) -> N
 
 
 def test_eval_takes_a_lora_file(trained: Path, tmp_path: Path) -> None:
-    options = "eval --demo --device cpu --steps 4 --eval-samples 1 --held-out 1 --output"
+    options = "eval --demo --reward target_colour --device cpu --steps 4 --eval-samples 1 --held-out 1 --output"
     assert run(options, tmp_path, trained / "lora.safetensors") == 0
     assert "target_colour" in (tmp_path / "eval.txt").read_text()
 

@@ -23,8 +23,8 @@ SIGMA = 0.9
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo.demo_files(tmp_path_factory.mktemp("demo")).flux.parents[1]
+def folder() -> Path:
+    return demo.demo_folder()
 
 
 def make_policy(folder: Path, **options) -> DiffusersFluxPolicy:
@@ -313,7 +313,7 @@ def test_an_exported_lora_loads_back(folder: Path) -> None:
     assert options["rank"] == 2
     again = DiffusersFluxPolicy.from_demo(folder=folder, device="cpu", **options)
     again.load_lora(exported)
-    assert torch.allclose(rolled_out(again, latents()), rolled_out(trained, latents()), atol=1e-6)
+    assert torch.allclose(rolled_out(again, latents()), rolled_out(trained, latents()), atol=1e-5)
     with pytest.raises(ValueError, match="other modules"):
         DiffusersFluxPolicy.from_demo(folder=folder, rank=2, targets=r"to_q$", device="cpu").load_lora(exported)
 
