@@ -43,7 +43,7 @@ def train(seed: int, minutes: float, shuffled: bool) -> dict:
         TrainSettings(
             iterations=100_000,
             group_size=8,
-            learning_rate=3e-3,
+            learning_rate=2e-3,
             eval_every=10,
             eval_samples=4,
             micro_batch=16,

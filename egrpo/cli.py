@@ -68,7 +68,7 @@ MODEL_DEFAULTS: dict[str, Any] = {"size": "512x512", "rank": 16, "dtype": "bf16"
 DEMO_DEFAULTS: dict[str, Any] = {
     "size": "64x64",
     "rank": 8,
-    "learning_rate": 4e-3,
+    "learning_rate": 2e-3,
     "iterations": 30,
     "prompts_per_iteration": 4,
     "update_every": 1,
@@ -198,7 +198,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     _add_number(training, "--iterations", int, "rollout and update rounds (100; demo 30)")
     _add_number(training, "--prompts-per-iteration", int, "prompts per round (1; demo 4)")
     _add_number(training, "--group-size", int, "images per active step that are compared (8)")
-    _add_number(training, "--lr", float, "AdamW learning rate (1e-4; demo 4e-3)", dest="learning_rate")
+    _add_number(training, "--lr", float, "AdamW learning rate (1e-4; demo 2e-3)", dest="learning_rate")
     _add_number(training, "--weight-decay", float, "AdamW weight decay (1e-4)")
     _add_number(training, "--max-grad-norm", float, "gradient clipping (1)")
     _add_number(training, "--clip-range", float, "ratio clipping; acts from the second inner update (1e-4)")
