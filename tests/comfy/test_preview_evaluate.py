@@ -16,17 +16,10 @@ VALUES = {"width": SIZE, "height": SIZE, "guidance": 3.5, "seed": SEED, "micro_b
 
 
 @pytest.fixture(scope="module")
-def demo(pack_module, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def demo(pack_module) -> SimpleNamespace:
     """MODEL, CLIP and VAE of the demo family, as its node gives them."""
-    from egrpo.backends.demo import FOLDER_VARIABLE
-
-    patch = pytest.MonkeyPatch()
-    patch.setenv(FOLDER_VARIABLE, str(tmp_path_factory.mktemp("demo")))
-    try:
-        with torch.inference_mode():
-            model, clip, vae = pack_module("nodes.demo").EGRPODemoModels.execute().result
-    finally:
-        patch.undo()
+    with torch.inference_mode():
+        model, clip, vae = pack_module("nodes.demo").EGRPODemoModels.execute().result
     return SimpleNamespace(model=model, clip=clip, vae=vae)
 
 
