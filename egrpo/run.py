@@ -190,8 +190,12 @@ class Outcome:
     started: Started | None = None
 
     def losses(self) -> list[float]:
-        """Loss per iteration (for ComfyUI's LOSS_MAP)."""
-        return [row["loss"] for row in self.history if "loss" in row]
+        """Minus the mean reward of each iteration, for ComfyUI's LOSS_MAP.
+
+        The surrogate's own value is zero by construction (advantages sum to zero while the ratio is 1); drawn, it would
+        be rounding noise, and ComfyUI's LossGraphNode divides by its range.
+        """
+        return [-row["reward"] for row in self.history if "reward" in row]
 
 
 def execute(

@@ -311,7 +311,7 @@ class EGRPOTrainLora(io.ComfyNode):
                 io.LossMap.Output(
                     "loss_map",
                     tooltip=(
-                        "Loss per iteration for ComfyUI's LossGraphNode. Near zero by design: watch the reward instead."
+                        "Minus the mean reward of each iteration, for ComfyUI's LossGraphNode: it falls as training works."
                     ),
                 ),
                 io.Image.Output(

@@ -55,7 +55,7 @@ def node(kind: str, **inputs: Any) -> dict:
 def training(name: str, plan: dict | None = None, **changes: Any) -> dict:
     """The demo workflow, shortened, with a reward that takes no time."""
     prompt = copy.deepcopy(DEMO_TRAIN)
-    prompt[REWARD] = node("EGRPOReward", **BLUE)
+    prompt[REWARD] = {"class_type": "EGRPOReward", "inputs": dict(BLUE)}
     prompt[PROMPTS]["inputs"].update(held_out=1)
     prompt[PLAN]["inputs"].update(SHORT_PLAN, **(plan or {}))
     prompt[TRAIN]["inputs"].update(SHORT, name=name, **changes)
