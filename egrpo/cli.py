@@ -20,7 +20,7 @@ from torch import Tensor
 from .evaluation import Evaluation, evaluate_policy, evaluation_rows, evaluation_table
 from .lora import TARGET_CHOICES, check_rank
 from .objective import RATIOS
-from .policy import Policy
+from .policy import Policy, check_size
 from .prompts import PromptSet, make_prompt_set, read_prompt_file
 from .rewards import Reward, RewardError, RewardSet, RewardTerm
 from .rewards.builtin import BUILTIN_REWARDS, builtin_reward
@@ -350,7 +350,9 @@ def _prompts(options: dict) -> PromptSet:
             raise InputError(f"prompt file {path} does not exist")
         return make_prompt_set(read_prompt_file(path), held_out=options["held_out"], source=path.name)
     if not options.get("demo"):
-        raise InputError("--model needs prompts: give --prompts FILE (.txt with one prompt a line, .jsonl, .json, .csv)")
+        raise InputError(
+            "--model needs prompts: give --prompts FILE (.txt with one prompt a line, .jsonl, .json, .csv)"
+        )
     from .backends.demo import DEMO_PROMPTS
 
     return make_prompt_set(DEMO_PROMPTS, held_out=options["held_out"], source="demo prompts")
@@ -377,8 +379,6 @@ def _reward(kind: str, options: dict) -> Reward:
 
 
 def _size(options: dict) -> tuple[int, int]:
-    from .backends.diffusers_flux import check_size
-
     parts = str(options["size"]).lower().split("x")
     if len(parts) > 2 or not all(part.isdigit() for part in parts):
         raise InputError(f"--size {options['size']} is neither one number nor WIDTHxHEIGHT, for example 512 or 768x512")
@@ -440,7 +440,9 @@ def resume(given: dict) -> int:
     if "options" not in config:
         raise InputError(f"{run.name} was not made by egrpo train and cannot be continued from here")
     options = config["options"] | {key: given[key] for key in ("iterations", "device") if key in given}
-    prompts = PromptSet(*(tuple(config["prompts"][part]) for part in ("train", "held_out")), config["prompts"]["source"])
+    prompts = PromptSet(
+        *(tuple(config["prompts"][part]) for part in ("train", "held_out")), config["prompts"]["source"]
+    )
     _check_model(options)
     return _train(options, Plan.from_dict(config["plan"]), prompts, run, given.get("dry_run", False))
 
@@ -456,7 +458,9 @@ def _train(options: dict, plan: Plan, prompts: PromptSet, run: Run | None, dry_r
     if dry_run:
         forward, backward = plan.evaluations(settings.group_size)
         left = (settings.iterations - (state.iteration if state else 0)) * settings.prompts_per_iteration
-        print(f"dry run: {left * forward} model evaluations and {left * backward * settings.inner_updates} with gradient")
+        print(
+            f"dry run: {left * forward} model evaluations and {left * backward * settings.inner_updates} with gradient"
+        )
         return 0
 
     policy = _policy(options)
@@ -603,7 +607,13 @@ def evaluate(given: dict) -> int:
 
 
 def _evaluated(
-    policy: Policy, conditions: list, rewards: RewardSet, prompts: PromptSet, plan: Plan, settings: TrainSettings, base: bool
+    policy: Policy,
+    conditions: list,
+    rewards: RewardSet,
+    prompts: PromptSet,
+    plan: Plan,
+    settings: TrainSettings,
+    base: bool,
 ) -> Evaluation:
     """The held-out prompts as the trainer evaluates them."""
     return evaluate_policy(
@@ -680,7 +690,9 @@ def show_plan(given: dict) -> int:
     plan = _plan(DEFAULTS | _plain_options(given))
     group_size = given.get("group_size", TrainSettings.group_size)
     if group_size < 2:
-        raise InputError(f"--group-size is {group_size}; it must be at least 2 (a group of one has no relative advantage)")
+        raise InputError(
+            f"--group-size is {group_size}; it must be at least 2 (a group of one has no relative advantage)"
+        )
     print(json.dumps(plan.to_dict(), indent=2) if given.get("json") else plan.table(group_size))
     if "plot" in given:
         from .plots import plot_plan

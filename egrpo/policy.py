@@ -85,3 +85,12 @@ class Policy(ABC):
 
     def check_interrupted(self) -> None:
         """Raise the host's own exception if the user asked to stop; called before every model call."""
+
+
+def check_size(width: int, height: int) -> None:
+    """Raise ValueError unless both are positive multiples of 16 (8 pixels per latent, 2x2 latents per token)."""
+    for name, value in (("width", width), ("height", height)):
+        if value < 16 or value % 16:
+            raise ValueError(
+                f"{name} is {value}; it must be a multiple of 16, for example {max(16, round(value / 16) * 16)}"
+            )

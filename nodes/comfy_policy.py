@@ -39,7 +39,7 @@ from ..egrpo.lora import (
     to_comfy,
     to_diffusers,
 )
-from ..egrpo.policy import Condition, Policy, T, Velocity
+from ..egrpo.policy import Condition, Policy, T, Velocity, check_size
 from .flow import require_rectified_flow
 
 logger = logging.getLogger(__name__)
@@ -479,11 +479,3 @@ def _normal_conditions(model_wrap: Any) -> None:
                 tensor = getattr(value, "cond", None)
                 if torch.is_tensor(tensor) and tensor.is_inference():
                     value.cond = tensor.clone()
-
-
-def check_size(width: int, height: int) -> None:
-    """Raise ValueError unless both sides are positive multiples of 16 (FLUX packs 2x2 latents of 8 pixels)."""
-    for name, value in (("width", width), ("height", height)):
-        if value < 16 or value % 16:
-            nearest = max(round(value / 16), 1) * 16
-            raise ValueError(f"{name} is {value}; it must be a multiple of 16, for example {nearest}")

@@ -12,7 +12,7 @@ from comfy_execution.graph_utils import ExecutionBlocker
 from ..egrpo.evaluation import Evaluation, evaluate_policy, evaluation_rows, evaluation_table
 from ..egrpo.prompts import PromptSet, checked_prompts
 from ..egrpo.schedule import Plan
-from . import types
+from . import inputs, types
 
 logger = logging.getLogger(__name__)
 
@@ -61,33 +61,11 @@ class EGRPOEvaluate(io.ComfyNode):
                     max=64,
                     tooltip="Images per prompt and model. More makes the comparison surer.",
                 ),
-                io.Int.Input("width", default=512, min=16, max=16384, step=16, tooltip="Image width in pixels."),
-                io.Int.Input("height", default=512, min=16, max=16384, step=16, tooltip="Image height in pixels."),
-                io.Int.Input(
-                    "seed",
-                    default=0,
-                    min=0,
-                    max=0xFFFFFFFFFFFFFFFF,
-                    control_after_generate=False,
-                    tooltip="Fixes the noise of every prompt and sample.",
-                ),
-                io.Float.Input(
-                    "guidance",
-                    default=3.5,
-                    min=0.0,
-                    max=100.0,
-                    step=0.1,
-                    advanced=True,
-                    tooltip="FLUX guidance written into the conditioning.",
-                ),
-                io.Int.Input(
-                    "micro_batch",
-                    default=0,
-                    min=0,
-                    max=256,
-                    advanced=True,
-                    tooltip="Latents per model call. 0 chooses by free memory.",
-                ),
+                inputs.size("width"),
+                inputs.size("height"),
+                inputs.seed("Fixes the noise of every prompt and sample."),
+                inputs.guidance("FLUX guidance written into the conditioning."),
+                inputs.micro_batch(),
             ],
             outputs=[
                 io.String.Output(

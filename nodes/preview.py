@@ -14,7 +14,7 @@ from ..egrpo.rollout import Rollout, sample_rollout
 from ..egrpo.sampling import derived_generator, initial_noise, watched
 from ..egrpo.schedule import Plan
 from ..egrpo.statistics import grouped, rollout_statistics, statistics_table
-from . import types
+from . import inputs, types
 
 logger = logging.getLogger(__name__)
 
@@ -62,33 +62,13 @@ class EGRPORolloutPreview(io.ComfyNode):
                     max=256,
                     tooltip="Images per active step that are compared with each other.",
                 ),
-                io.Int.Input("width", default=512, min=16, max=16384, step=16, tooltip="Image width in pixels."),
-                io.Int.Input("height", default=512, min=16, max=16384, step=16, tooltip="Image height in pixels."),
-                io.Int.Input(
-                    "seed",
-                    default=0,
-                    min=0,
-                    max=0xFFFFFFFFFFFFFFFF,
-                    control_after_generate=False,
-                    tooltip="Fixes the starting noise and the noise of every branch.",
+                inputs.size("width"),
+                inputs.size("height"),
+                inputs.seed("Fixes the starting noise and the noise of every branch."),
+                inputs.guidance(
+                    "FLUX guidance. A conditioning that carries its own guidance (from FluxGuidance) keeps it."
                 ),
-                io.Float.Input(
-                    "guidance",
-                    default=3.5,
-                    min=0.0,
-                    max=100.0,
-                    step=0.1,
-                    advanced=True,
-                    tooltip="FLUX guidance. A conditioning that carries its own guidance (from FluxGuidance) keeps it.",
-                ),
-                io.Int.Input(
-                    "micro_batch",
-                    default=0,
-                    min=0,
-                    max=256,
-                    advanced=True,
-                    tooltip="Latents per model call. 0 chooses by free memory.",
-                ),
+                inputs.micro_batch(),
                 types.Reward.Input(
                     "reward",
                     optional=True,

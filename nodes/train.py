@@ -28,7 +28,7 @@ from ..egrpo.run import (
 )
 from ..egrpo.schedule import Plan
 from ..egrpo.trainer import Progress, Rollouts, Started, Step, Trainer, TrainSettings, Warned
-from . import types
+from . import inputs, types
 
 logger = logging.getLogger(__name__)
 
@@ -92,20 +92,14 @@ class EGRPOTrainLora(io.ComfyNode):
                         "released configuration uses 12."
                     ),
                 ),
-                io.Int.Input(
+                inputs.size(
                     "width",
-                    default=512,
-                    min=16,
-                    max=16384,
-                    step=16,
-                    tooltip=(
+                    (
                         "Image width in pixels. Train at the size you will sample at: other sizes can "
                         "show grid artefacts."
                     ),
                 ),
-                io.Int.Input(
-                    "height", default=512, min=16, max=16384, step=16, tooltip="Image height in pixels, see width."
-                ),
+                inputs.size("height", "Image height in pixels, see width."),
                 io.Float.Input(
                     "learning_rate",
                     default=1e-4,
@@ -134,14 +128,7 @@ class EGRPOTrainLora(io.ComfyNode):
                         "regular expression searched in layer names, for example single_blocks.*linear1."
                     ),
                 ),
-                io.Int.Input(
-                    "seed",
-                    default=0,
-                    min=0,
-                    max=0xFFFFFFFFFFFFFFFF,
-                    control_after_generate=False,
-                    tooltip="Fixes prompts' order, noise and the LoRA's start: the same seed repeats the run.",
-                ),
+                inputs.seed("Fixes prompts' order, noise and the LoRA's start: the same seed repeats the run."),
                 io.String.Input(
                     "name",
                     default="egrpo",
@@ -164,15 +151,7 @@ class EGRPOTrainLora(io.ComfyNode):
                         "end). Cancel saves too."
                     ),
                 ),
-                io.Float.Input(
-                    "guidance",
-                    default=3.5,
-                    min=0.0,
-                    max=100.0,
-                    step=0.1,
-                    advanced=True,
-                    tooltip="FLUX guidance written into the conditioning. The paper uses 3.5.",
-                ),
+                inputs.guidance("FLUX guidance written into the conditioning. The paper uses 3.5."),
                 io.Combo.Input(
                     "optimizer",
                     options=["adamw"],
@@ -278,14 +257,7 @@ class EGRPOTrainLora(io.ComfyNode):
                     advanced=True,
                     tooltip="Images per held-out prompt; more makes the reward curve steadier.",
                 ),
-                io.Int.Input(
-                    "micro_batch",
-                    default=0,
-                    min=0,
-                    max=256,
-                    advanced=True,
-                    tooltip="Latents per model call in rollouts. 0 chooses by free memory.",
-                ),
+                inputs.micro_batch(),
                 io.Boolean.Input(
                     "gradient_checkpointing",
                     default=True,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..lora import DEFAULT_TARGETS, TARGET_CHOICES, LoraError, check_rank, checked_pattern, initial_down
-from ..policy import Policy, T, Velocity
+from ..policy import Policy, T, Velocity, check_size
 from . import demo
 
 if TYPE_CHECKING:
@@ -105,15 +105,6 @@ def transformer_config(folder: Path) -> dict:
         if not (folder / needed).is_file():
             raise ValueError(f"{folder} is not a FLUX model in diffusers' folder layout: it has no {needed}")
     return FluxTransformer2DModel.load_config(folder / "transformer", local_files_only=True)
-
-
-def check_size(width: int, height: int) -> None:
-    """Raise ValueError unless both are positive multiples of 16 (8 pixels per latent, 2x2 latents per token)."""
-    for name, value in (("width", width), ("height", height)):
-        if value < 16 or value % 16:
-            raise ValueError(
-                f"{name} is {value}; FLUX needs a multiple of 16, for example {max(16, round(value / 16) * 16)}"
-            )
 
 
 class DiffusersFluxPolicy(Policy):
